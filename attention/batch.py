@@ -1,0 +1,58 @@
+"""Which rows of a step attend to which KV blocks: built once a step, read by every layer.
+
+Not the attention itself (attention/paged.py) and not storage (kvcache/storage.py).
+Shapes: T rows of this rank in the step; a prefill segment is a run of rows of one sequence; decode rows are single.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillSegment:
+    """Consecutive rows of one sequence.
+
+    Attributes:
+        row_start, num_rows: rows [row_start, row_start + num_rows) of the step.
+        num_computed_tokens: tokens of the sequence that were in KV before this step.
+        block_table: [n] i64, blocks that hold tokens [0, num_computed_tokens + num_rows).
+    """
+
+    row_start: int
+    num_rows: int
+    num_computed_tokens: int
+    block_table: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeBucket:
+    """Single rows of sequences of similar length, computed together.
+
+    Attributes:
+        rows: [B] i64 row numbers in the step.
+        block_table: [B, n] i64, padded with block 0.
+        lengths: [B] i64, tokens to attend to, this row's own included.
+    """
+
+    rows: torch.Tensor
+    block_table: torch.Tensor
+    lengths: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionBatch:
+    """All rows of one rank in one step, for one cache group.
+
+    Attributes:
+        slot_mapping: [T] i64, block_id * block_size + offset where the row's K and V are written.
+        prefills, decodes: together they cover each row exactly once; both may be empty.
+        kv_tokens_read: tokens of KV that one layer reads (for telemetry).
+    """
+
+    slot_mapping: torch.Tensor
+    prefills: tuple[PrefillSegment, ...]
+    decodes: tuple[DecodeBucket, ...]
+    kv_tokens_read: int

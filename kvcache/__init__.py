@@ -1,0 +1,7 @@
+"""Paged KV: block pools, cache groups and storage (level 2)."""
+
+from .block_pool import BlockPool
+from .groups import CacheGroup
+from .storage import KVStorage
+
+__all__ = ["BlockPool", "CacheGroup", "KVStorage"]

@@ -1,0 +1,64 @@
+"""The contract by which token rows travel to the ranks of their experts and back.
+
+Not an implementation: `exchange_local`, `exchange_threads`, `exchange_all_to_all` are. Nothing here knows how
+`topk_weights` were made, nor what an expert computes.
+Letters: T tokens of this rank, D width, K top-k, M rows received, P_local expert slots of this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatched:
+    """What arrived on this rank.
+
+    Attributes:
+        rows: [M, D] rows sorted by local slot; within a slot by source rank, then token, then k.
+        tokens_per_slot: [P_local] i64 on the CPU, sums to M.
+        handle: what `combine` needs to bring rows home; opaque.
+    """
+
+    rows: torch.Tensor
+    tokens_per_slot: torch.Tensor
+    handle: Any
+
+
+class Exchange(Protocol):
+    """Moves rows between the ranks of one expert-parallel group.
+
+    Both methods are collectives: every rank calls each once per MoE layer per step, with T = 0 too.
+    """
+
+    name: str
+
+    def dispatch(self, x: torch.Tensor, physical_ids: torch.Tensor) -> Dispatched:
+        """Send a copy of each row to the slots of its experts.
+
+        Args:
+            x: [T, D].
+            physical_ids: [T, K] i32, global slot numbers (rank r owns the contiguous range given by the placement);
+                -1 sends nothing.
+        """
+        ...
+
+    def combine(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: Any) -> torch.Tensor:
+        """Bring expert outputs home and add them with their weights.
+
+        Args:
+            rows: [M, D] expert outputs in the order of `Dispatched.rows`, in the activation dtype, unweighted.
+            topk_weights: [T, K] f32; entries of dropped ids are ignored.
+            handle: from the dispatch of the same layer.
+
+        Returns:
+            [T, D] in the dtype of `rows`: sum over ascending k in fp32, rounded once.
+        """
+        ...
+
+    def bytes_sent(self) -> int:
+        """Bytes put on a link to other ranks since the last call (0 for a local exchange)."""
+        ...

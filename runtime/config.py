@@ -1,0 +1,99 @@
+"""What a user can set, as small frozen records owned by the part that they configure.
+
+Not parsing (server/cli.py, moewe/llm.py) and not resolving: `runtime.resolve` turns `auto` values into numbers in new objects.
+Units: bytes, tokens, seconds.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+
+class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Which checkpoint and how to read it.
+
+    Attributes:
+        model: folder, hub id or the word `demo`, as the user wrote it.
+        path: the folder it resolved to.
+        revision: branch, tag or commit on the hub.
+        tokenizer: folder or id of another tokenizer; None takes the model's.
+        dtype: number format of weights and activations; `auto` takes the checkpoint's.
+        load_format: `auto`, `safetensors`, or `dummy` for random weights from config.json alone.
+        skip_tokenizer_init: token ids in, token ids out, no text.
+        seed: of dummy weights and of requests without a seed.
+        max_model_len: longest prompt + output; None takes the model's, lowered to what the KV pool holds.
+    """
+
+    model: str
+    path: str
+    revision: str | None = None
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    load_format: str = "auto"
+    skip_tokenizer_init: bool = False
+    seed: int = 0
+    max_model_len: int | None = None
+
+
+class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How ranks are laid out and what they run on.
+
+    Attributes:
+        topology: canonical long form, e.g. `EP2DP1[adp=2,atp=1,red=0]`.
+        ranks: `processes`, or `threads` of one process (tests).
+        device: `cpu` or `cuda`.
+        threads: compute threads a rank; None divides the cores of the host among its ranks.
+        numa_bind: pin each rank to the cores of one NUMA node.
+    """
+
+    topology: str = "EP1DP1"
+    ranks: str = "processes"
+    device: str = "cpu"
+    threads: int | None = None
+    numa_bind: bool = False
+
+
+class CacheOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How much KV a rank holds.
+
+    Attributes:
+        block_size: tokens a block.
+        kv_cache_memory_bytes: KV bytes a rank; None derives it from `gpu_memory_utilization`.
+        gpu_memory_utilization: share of the device's memory (on CPU: of the host's, divided by its ranks) for weights and KV.
+        num_blocks: exact number of blocks a rank, for tests; None derives it.
+    """
+
+    block_size: int = 16
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    num_blocks: int | None = None
+
+
+class ScheduleOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of a step and of the queue, per rank where not said otherwise.
+
+    Attributes:
+        max_num_seqs: sequences that run at once on a rank.
+        max_num_batched_tokens: rows of a step on a rank; longer prompts run in chunks.
+        max_queued_requests: waiting requests of a replica; more are refused.
+        policy: `fcfs`, or `priority` (lower number first, then arrival).
+        stall_timeout_s: a rank whose counters stand still for this long in a step is stuck.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_queued_requests: int = 4096
+    policy: str = "fcfs"
+    stall_timeout_s: float = 5.0
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a replica is started with."""
+
+    model: ModelOptions
+    parallel: ParallelOptions = ParallelOptions()
+    cache: CacheOptions = CacheOptions()
+    schedule: ScheduleOptions = ScheduleOptions()

@@ -1,0 +1,207 @@
+"""Every message between server, engines and workers, as tagged msgspec structs.
+
+Not a transport (runtime/channel.py). Never pickle: what cannot be said with these structs is not said.
+Units: token ids are i32 bytes (`plan.pack`); times are seconds of the sender's monotonic clock unless named `_unix`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .params import SamplingParams
+from .plan import RankPlan, RankResult, StepHeader
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all messages; the tag is the class name."""
+
+
+# --- client (server process or LLM) -> engine ------------------------------------------------------------------------
+class Submit(Message):
+    """A validated request. `request_id` is unique among the client's live requests; lower `priority` runs first."""
+
+    request_id: str
+    prompt_token_ids: bytes
+    params: SamplingParams
+    priority: int = 0
+
+
+class Abort(Message):
+    """Forget these requests and free what they hold; unknown ids are ignored."""
+
+    request_ids: tuple[str, ...]
+
+
+class Shutdown(Message):
+    """Stop. With `drain`, running and queued requests are finished first."""
+
+    drain: bool = False
+
+
+# --- engine -> client -------------------------------------------------------------------------------------------------
+class LogprobEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One candidate at one position."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What became known of one request since its last delta.
+
+    Attributes:
+        request_id: whose.
+        token_ids: new tokens, in order (an end token is included here but not in `text`).
+        text: new text, complete characters only; text that may begin a stop string is held back.
+        logprobs: per new token, candidates with the chosen token first; empty when not asked.
+        finish_reason: None while running; `stop`, `length`, `abort` or `error`.
+        error: what went wrong when `finish_reason` is `error`.
+        first_scheduled: monotonic seconds at which the request first ran; 0 before.
+        num_preemptions: how often it was preempted so far.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[tuple[LogprobEntry, ...], ...] = ()
+    finish_reason: str | None = None
+    error: str | None = None
+    first_scheduled: float = 0.0
+    num_preemptions: int = 0
+
+
+class Outputs(Message):
+    """Deltas of one step, at most one a request."""
+
+    deltas: tuple[Delta, ...]
+
+
+class Loading(Message):
+    """Progress of loading on one rank, in bytes."""
+
+    rank: int
+    done_bytes: int
+    total_bytes: int
+    stage: str = "weights"
+
+
+class Ready(Message):
+    """Loaded and warm. `capacity` is exact: blocks a rank, tokens a block.
+
+    Attributes:
+        num_blocks: usable KV blocks of each rank.
+        block_size: tokens a block.
+        max_model_len: longest sequence accepted, prompt and output.
+        max_num_seqs: sequences a rank runs at once.
+        memory_bandwidth: measured read ceiling of a rank, bytes/s.
+        weight_bytes: per rank, bytes of weights held.
+        weight_bytes_read: per rank, bytes read from disk.
+        pids: worker processes (the engine's own pid for ranks that are threads).
+    """
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    memory_bandwidth: tuple[float, ...]
+    weight_bytes: tuple[int, ...]
+    weight_bytes_read: tuple[int, ...]
+    pids: tuple[int, ...]
+
+
+class RankStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Cumulative counters of one rank (telemetry.RankCounters, flattened row-major) and its KV blocks."""
+
+    rank: int
+    bytes_moved: bytes
+    busy_seconds: bytes
+    steps: bytes
+    tokens: bytes
+    expert_tokens: bytes
+    num_moe_layers: int
+    unowned_ids: int
+    used_blocks: int
+    total_blocks: int
+    cache_resident: bool = False
+
+
+class Stats(Message):
+    """State of one engine; sent at most twice a second while busy, once when it falls idle, and as heartbeat each second."""
+
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_steps: int
+    ranks: tuple[RankStats, ...] = ()
+    running_per_rank: tuple[int, ...] = ()
+
+
+class Failed(Message):
+    """The engine is lost; it has ended its workers and exits. `rank` is -1 when no single rank is to blame."""
+
+    reason: str
+    rank: int = -1
+    user_error: bool = False
+
+
+class Stopped(Message):
+    """The engine has ended its workers after `Shutdown` and exits."""
+
+
+# --- engine -> worker -------------------------------------------------------------------------------------------------
+class AllocateKV(Message):
+    """Hold `num_blocks` blocks from now on (after `Loaded`; the engine takes the least over ranks)."""
+
+    num_blocks: int
+
+
+class RunStep(Message):
+    """Run one step: the common header and this rank's delta."""
+
+    header: StepHeader
+    plan: RankPlan
+
+
+class StopWorker(Message):
+    """Leave the loop and exit."""
+
+
+# --- worker -> engine -------------------------------------------------------------------------------------------------
+class Loaded(Message):
+    """Weights are in place on `rank`; it could hold `num_blocks` KV blocks."""
+
+    rank: int
+    num_blocks: int
+    weight_bytes: int
+    weight_bytes_read: int
+    memory_bandwidth: float
+    pid: int
+
+
+class KVAllocated(Message):
+    """KV is allocated and the rank is warm."""
+
+    rank: int
+
+
+class StepDone(Message):
+    """The outcome of one step on one rank."""
+
+    rank: int
+    result: RankResult
+
+
+class WorkerFailed(Message):
+    """An exception ended the worker. `user_error` marks a mistake that the user can mend (bad checkpoint)."""
+
+    rank: int
+    reason: str
+    user_error: bool = False
+
+
+ToEngine = Submit | Abort | Shutdown
+FromEngine = Outputs | Loading | Ready | Stats | Failed | Stopped
+ToWorker = AllocateKV | RunStep | StopWorker
+FromWorker = Loaded | KVAllocated | StepDone | WorkerFailed | Loading

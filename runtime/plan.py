@@ -1,0 +1,155 @@
+"""The two hand-offs between engine and workers: `StepPlan` (a decision) and `StepResult` (its outcome).
+
+Not a scheduler and not an executor. A plan is a delta: what is not named goes on as before, and every sequence of a
+rank that is past its prompt decodes one token in every step without being named. Applying a plan to the empty batch with `snapshot=True` rebuilds a rank from nothing.
+Shapes: i32 arrays travel as little-endian bytes (`pack`, `unpack`). A sequence lives in a `slot` of its rank's batch.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+KINDS = ("idle", "prefill", "decode", "mixed")
+FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ERROR = range(4)
+
+
+def pack(array: np.ndarray, dtype: str = "<i4") -> bytes:
+    """Return the elements of `array` as little-endian bytes of `dtype`."""
+    return np.ascontiguousarray(array, dtype=dtype).tobytes()
+
+
+def unpack(data: bytes, dtype: str = "<i4") -> np.ndarray:
+    """Return the 1-D array that `pack` wrote (read-only)."""
+    return np.frombuffer(data, dtype=dtype)
+
+
+class SamplingState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What a worker must know of a request's sampling; `seed` is always set, `eos_token_ids` empty when ignored."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    num_logprobs: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Admission(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A sequence enters slot `slot`.
+
+    Attributes:
+        slot: index in the rank's batch, free before this plan (or released by it).
+        sequence_id: unique over the engine's life; a preempted request comes back under a new one.
+        tokens: i32, prompt and whatever was generated before; none of them is in KV yet.
+        max_length: total tokens at which the worker flags FINISH_LENGTH.
+        sampling: see `SamplingState`.
+    """
+
+    slot: int
+    sequence_id: int
+    tokens: bytes
+    max_length: int
+    sampling: SamplingState
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Run tokens [start, start + num_tokens) of the sequence in `slot`; `samples` when they reach its last known token."""
+
+    slot: int
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+class RankPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What changes on one rank. Applied in field order: released, admitted, grants; then chunks and all decodes run.
+
+    Attributes:
+        released: i32 [R], slots to forget (finished, aborted or preempted).
+        admitted: new sequences.
+        grants: i32 [G, 4] flattened rows (group, slot, index in the block table, block id).
+        chunks: prompt pieces of this step, at most one a slot. A slot whose chunk had `samples` decodes from the next step on.
+        num_decodes: upper bound of decode rows (a sequence that ended in the step before is known only to the worker).
+    """
+
+    released: bytes = b""
+    admitted: tuple[Admission, ...] = ()
+    grants: bytes = b""
+    chunks: tuple[Chunk, ...] = ()
+    num_decodes: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Most rows that this rank runs in the step."""
+        return self.num_decodes + sum(chunk.num_tokens for chunk in self.chunks)
+
+
+class StepHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What every rank must agree on before the first collective of a step.
+
+    Attributes:
+        step: number of the step, from 0, without gaps.
+        epoch: number of the membership; grows when a rank joins or leaves.
+        kind: one of `KINDS`, over all ranks.
+        bucket: largest `num_rows` of any rank.
+        exchange: name of the exchange that the step uses.
+        snapshot: forget everything first; the plan then describes the whole batch.
+    """
+
+    step: int
+    epoch: int
+    kind: str
+    bucket: int
+    exchange: str
+    snapshot: bool = False
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One step of one group: a header for all and a delta for each rank (index = rank)."""
+
+    header: StepHeader
+    ranks: tuple[RankPlan, ...]
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Log-probabilities at one generated token: the chosen token first, then the most likely ones in order.
+
+    `rank` counts from 1: how many tokens are at least as likely as the chosen one.
+    """
+
+    sequence_id: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    rank: int
+
+
+class RankResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What one rank did in one step. Arrays of equal length n, one entry for each sequence that got a token.
+
+    Attributes:
+        step: which step this answers.
+        slots, sequence_ids, tokens: i32, i64, i32 [n].
+        flags: u8 [n], FINISH_*; FINISH_ERROR means logits were not finite, its token is meaningless.
+        logprobs: for those that asked.
+        num_rows: rows really run (0 on an idle rank).
+        busy_seconds: time from first to last operation.
+        counters: now and then, the rank's counters (runtime/stats.py encodes them); else empty.
+    """
+
+    step: int
+    slots: bytes = b""
+    sequence_ids: bytes = b""
+    tokens: bytes = b""
+    flags: bytes = b""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    num_rows: int = 0
+    busy_seconds: float = 0.0
+    counters: bytes = b""
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The outcome of one step on all ranks (index = rank)."""
+
+    step: int
+    ranks: tuple[RankResult, ...]

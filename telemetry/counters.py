@@ -1,0 +1,55 @@
+"""Counters that anyone may increment: bytes and tokens of one rank, by phase and component.
+
+Not an exporter and not a model of the hardware: numbers go in here and are read elsewhere.
+Units: bytes, seconds, tokens. Arrays: `bytes_read` [phase, component] i64, `expert_tokens` [L_moe, P_local] i64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+PHASES = ("prefill", "decode", "mixed", "idle")
+COMPONENTS = ("attention", "routed", "shared", "dense", "kv", "activations", "exchange")
+_PHASE = {name: i for i, name in enumerate(PHASES)}
+_COMPONENT = {name: i for i, name in enumerate(COMPONENTS)}
+
+
+@dataclass
+class RankCounters:
+    """All counters of one rank; every value only grows. One thread writes, any thread may read.
+
+    `dense` means every other weight that a step reads: embedding rows, norms, dense FFN, router, head.
+    """
+
+    num_moe_layers: int
+    num_local_slots: int
+    bytes_moved: np.ndarray = field(default_factory=lambda: np.zeros((len(PHASES), len(COMPONENTS)), np.int64))
+    busy_seconds: np.ndarray = field(default_factory=lambda: np.zeros(len(PHASES), np.float64))
+    steps: np.ndarray = field(default_factory=lambda: np.zeros(len(PHASES), np.int64))
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(len(PHASES), np.int64))
+    expert_tokens: np.ndarray = field(init=False)
+    unowned_ids: int = 0
+    phase: int = _PHASE["idle"]
+
+    def __post_init__(self) -> None:
+        self.expert_tokens = np.zeros((self.num_moe_layers, self.num_local_slots), np.int64)
+
+    def begin_step(self, phase: str, num_tokens: int) -> None:
+        """Start a step of `phase` with `num_tokens` rows on this rank (0 for a rank that only keeps step)."""
+        self.phase = _PHASE[phase]
+        self.steps[self.phase] += 1
+        self.tokens[self.phase] += num_tokens
+
+    def add_bytes(self, component: str, num_bytes: int) -> None:
+        """Count `num_bytes` read from or written to memory (for `exchange`: put on the link) by `component`."""
+        self.bytes_moved[self.phase, _COMPONENT[component]] += num_bytes
+
+    def add_expert_tokens(self, moe_layer: int, tokens_per_slot: np.ndarray) -> None:
+        """Count rows that reached each local slot of MoE layer number `moe_layer` (counted among MoE layers)."""
+        self.expert_tokens[moe_layer] += tokens_per_slot
+
+    def end_step(self, busy_seconds: float) -> None:
+        """Close the step that `begin_step` opened; `busy_seconds` is its time from first to last operation."""
+        self.busy_seconds[self.phase] += busy_seconds
