@@ -1,0 +1,1 @@
+"""The demo checkpoint: a dense model carved into a true MoE."""

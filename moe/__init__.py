@@ -1,0 +1,1 @@
+"""The MoE layer: route, assign replicas, dispatch, experts, combine (level 4)."""

@@ -1,0 +1,1 @@
+"""Placement of experts over ranks and the exchange between them (level 3)."""

@@ -1,0 +1,1 @@
+"""Machine facts that need measuring: memory bandwidth (level 0)."""

@@ -1,0 +1,1 @@
+"""Engine, scheduler, workers and their processes (level 6)."""

@@ -1,0 +1,1 @@
+"""HTTP, the OpenAI protocol and the command line (level 7)."""

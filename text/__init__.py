@@ -1,0 +1,1 @@
+"""Tokeniser, chat template, incremental detokeniser and stop matcher; no torch (level 1)."""

@@ -1,0 +1,1 @@
+"""EPxDPy grammar, rank grid, footprint records and byte budget (level 1)."""
