@@ -1,0 +1,183 @@
+"""The house rules that a test can check: which package may import which, how long a file may be, what is installed.
+
+`LEVELS` is the architecture diagram: a package imports only from packages of a lower level (and from its own children).
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+LEVELS = {
+    "moewe": 8,
+    "server": 7,
+    "runtime": 6,
+    "models": 5,
+    "moe": 4,
+    "moe.wide_ep": 3,
+    "attention": 3,
+    "moe.routing": 2,
+    "kvcache": 2,
+    "quant": 1,
+    "topologies": 1,
+    "text": 1,
+    "native": 0,
+    "telemetry": 0,
+}
+# Folders inside a package that are part of it (no level of their own).
+INNER = {"models.demo": "models"}
+
+# Files that must not import torch: they decide, or they run where no device is.
+NO_TORCH = [
+    "text/",
+    "telemetry/",
+    "topologies/",
+    "runtime/scheduler",
+    "runtime/engine.py",
+    "runtime/plan.py",
+    "runtime/messages.py",
+    "runtime/batch_state.py",
+    "runtime/policy.py",
+    "runtime/balance.py",
+    "runtime/request.py",
+    "server/",
+    "moewe/",
+]
+MAY_IMPORT_TORCH = {"topologies/groups.py"}
+MAX_LINES = 400
+
+
+def package_files() -> list[Path]:
+    tops = {name.split(".")[0] for name in LEVELS}
+    return sorted(path for top in tops for path in (ROOT / top).rglob("*.py"))
+
+
+def package_of(path: Path) -> str:
+    """Return the package of LEVELS that holds `path`: the longest dotted prefix that has a level."""
+    parts = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for end in range(len(parts), 0, -1):
+        name = ".".join(parts[:end])
+        if name in LEVELS:
+            return name
+        if name in INNER:
+            return INNER[name]
+    raise AssertionError(f"{path} is in no package of LEVELS")
+
+
+def imported_modules(path: Path) -> list[tuple[int, str]]:
+    """Return (line, dotted module below moewe) of every relative import, wherever in the file it stands."""
+    folder = list(path.relative_to(ROOT).parts[:-1])
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = folder[: len(folder) - (node.level - 1)]
+            if node.level - 1 > len(folder):
+                raise AssertionError(f"{path}:{node.lineno} imports from beyond the top")
+            stem = [*base, *(node.module.split(".") if node.module else [])]
+            for alias in node.names:
+                found.append((node.lineno, ".".join([*stem, alias.name])))
+    return found
+
+
+def target_package(module: str) -> str | None:
+    parts = module.split(".")
+    if parts[0] == "moewe":
+        parts = parts[1:] or ["moewe"]
+    for end in range(len(parts), 0, -1):
+        name = ".".join(parts[:end])
+        if name in LEVELS:
+            return name
+        if name in INNER:
+            return INNER[name]
+    return None
+
+
+@pytest.mark.parametrize("path", package_files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_packages_import_only_from_lower_levels(path: Path) -> None:
+    here = package_of(path)
+    if here == "moewe":
+        return  # the facade may import everything
+    wrong = []
+    for line, module in imported_modules(path):
+        there = target_package(module)
+        if there is None:
+            continue  # `from .. import __version__` of the facade is caught below
+        own_child = there.startswith(f"{here}.")
+        if there != here and not own_child and LEVELS[there] >= LEVELS[here]:
+            wrong.append(f"line {line}: {here} (level {LEVELS[here]}) imports {there} (level {LEVELS[there]})")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", package_files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_packages_use_relative_imports_among_themselves(path: Path) -> None:
+    tops = {name.split(".")[0] for name in LEVELS}
+    wrong = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            names = [node.module]
+        wrong += [f"line {node.lineno}: {name}" for name in names if name.split(".")[0] in tops]
+    assert not wrong, "absolute imports of our own packages load a second copy:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", package_files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_deciding_files_do_not_import_torch(path: Path) -> None:
+    name = str(path.relative_to(ROOT))
+    if name in MAY_IMPORT_TORCH or not any(name.startswith(prefix) for prefix in NO_TORCH):
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        assert not any(n.split(".")[0] == "torch" for n in names), f"{name}:{node.lineno} imports torch"
+
+
+@pytest.mark.parametrize("path", package_files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_are_short_and_say_what_they_are(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_LINES
+    assert ast.get_docstring(ast.parse(text)), "a module opens with what it is, what it is not, shapes and units"
+
+
+def test_no_package_is_called_utils() -> None:
+    bad = {"utils", "util", "common", "core", "helpers", "misc"}
+    assert not [path for path in package_files() if bad & set(path.relative_to(ROOT).with_suffix("").parts)]
+
+
+def test_wheel_lists_every_package() -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    listed = set(config["packages"])
+    tops = {name.split(".")[0] for name in LEVELS}
+    on_disk = {"moewe"}
+    for top in tops - {"moewe"}:
+        for init in (ROOT / top).rglob("__init__.py"):
+            on_disk.add("moewe." + ".".join(init.parent.relative_to(ROOT).parts))
+    assert listed == on_disk
+
+
+def test_importing_the_facade_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, moewe; bad = {'torch', 'transformers', 'fastapi', 'triton', 'typer'} & set(sys.modules);"
+        "own = {'runtime', 'server', 'moe', 'models'} & set(sys.modules); sys.exit(f'{bad} {own}' if bad or own else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
+
+
+def test_architecture_page_names_files_that_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    tops = "|".join({name.split(".")[0] for name in LEVELS})
+    import re
+
+    names = set(re.findall(rf"`((?:{tops})/[\w/]+\.(?:py|yaml))`", page))
+    assert len(names) > 10
+    missing = sorted(name for name in names if not (ROOT / name).exists())
+    assert not missing
