@@ -1,0 +1,252 @@
+"""Tiny seeded checkpoints of every family, written by transformers itself, and what transformers says about them.
+
+Not tests and not ours: no line here imports moewe, so that the oracle stays independent (REF: eager attention, fp32).
+Shapes: token ids are lists of int; logits [T, V] f32. Folders of `checkpoint` are shared by the process: copy to edit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+VOCAB_SIZE = 512
+COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+FIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "T-MIX": ("MixtralConfig", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "T-QW2": (
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 96,
+            "norm_topk_prob": False,
+        },
+    ),
+    "T-QW3": (
+        "Qwen3MoeConfig",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "head_dim": 32,
+        },
+    ),
+    "T-OLM": ("OlmoeConfig", {"num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": False}),
+    "T-GLM-demo": (
+        "Glm4MoeConfig",
+        {
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 12,
+            "moe_intermediate_size": 16,
+            "n_shared_experts": 4,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 12.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "partial_rotary_factor": 1.0,
+            "use_qk_norm": False,
+            "attention_bias": False,
+            "head_dim": 16,
+            "num_nextn_predict_layers": 0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "T-LLA": ("LlamaConfig", {}),
+    "T-QWD": ("Qwen3Config", {"head_dim": 32}),
+}
+MOE_FIXTURES = ("T-MIX", "T-QW2", "T-QW3", "T-OLM", "T-GLM-demo")
+DENSE_FIXTURES = ("T-LLA", "T-QWD")
+
+
+@cache
+def scratch_root() -> Path:
+    """Return this process's folder for checkpoints; it goes away with the process."""
+    root = Path(tempfile.mkdtemp(prefix="moewe-fixtures-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return root
+
+
+def new_folder(name: str) -> Path:
+    """Return a fresh, empty folder inside the scratch root."""
+    return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=scratch_root()))
+
+
+def checkpoint(name: str, *, stacked: bool = False, shards: int = 1, dtype: str = "float32", **config: Any) -> Path:
+    """Return the folder of fixture `name`; the same arguments give the same folder, so never edit it in place.
+
+    Args:
+        stacked: write experts as [E, 2F, D] and [E, D, F] instead of one tensor per expert.
+        shards: number of weight files (with an index when more than one).
+        dtype: of the stored weights.
+        config: fields of the transformers config to override, e.g. `num_experts=10`.
+    """
+    return _checkpoint(name, stacked, shards, dtype, json.dumps(config, sort_keys=True))
+
+
+@cache
+def _checkpoint(name: str, stacked: bool, shards: int, dtype: str, overrides: str) -> Path:
+    class_name, fields = FIXTURES[name]
+    config = getattr(transformers, class_name)(**{**COMMON, **fields, **json.loads(overrides)})
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="eager")
+    randomize(model)
+    folder = new_folder(name)
+    model.save_pretrained(folder, save_original_format=not stacked)
+    if shards > 1:
+        rewrite_tensors(folder, lambda tensors: tensors, shards=shards)
+    return folder
+
+
+def randomize(model: torch.nn.Module, seed: int = 0) -> None:
+    """Give every parameter and buffer seeded values that matter: norms differ from 1, biases from 0.
+
+    Matrices have about unit gain, so the logits of a row spread over several units and greedy choices are clear.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in sorted(model.state_dict().items()):
+        noise = torch.randn(tensor.shape, generator=generator)
+        if name.endswith("norm.weight"):
+            value = 1 + 0.2 * noise
+        elif name.endswith("bias"):
+            value = 0.1 * noise
+        elif name.endswith(("embed_tokens.weight", "lm_head.weight", "gate.weight")):
+            value = 0.3 * noise
+        else:
+            value = noise * tensor.shape[-1] ** -0.5
+        with torch.no_grad():
+            tensor.copy_(value)
+
+
+# -- what transformers says ------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=8)
+def reference_model(path: Path) -> torch.nn.Module:
+    """Return REF for the folder: transformers, eager attention, fp32."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
+
+
+@torch.inference_mode()
+def reference_logits(path: Path, token_ids: Iterable[int]) -> torch.Tensor:
+    """Return REF's logits at every position of one sequence, [T, V] f32."""
+    return reference_model(path)(input_ids=torch.tensor([list(token_ids)])).logits[0].float().clone()
+
+
+def reference_greedy(path: Path, prompt: Iterable[int], num_tokens: int) -> list[int]:
+    """Return the `num_tokens` tokens that REF puts after `prompt`, end tokens taken like any other."""
+    return [token for token, _ in _greedy(path, tuple(prompt), num_tokens)]
+
+
+def reference_gaps(path: Path, prompt: Iterable[int], num_tokens: int) -> list[float]:
+    """Return, for each token of `reference_greedy`, by how much its logit leads the second best."""
+    return [gap for _, gap in _greedy(path, tuple(prompt), num_tokens)]
+
+
+@lru_cache(maxsize=4096)
+def _greedy(path: Path, prompt: tuple[int, ...], num_tokens: int) -> list[tuple[int, float]]:
+    sequence, steps = list(prompt), []
+    for _ in range(num_tokens):
+        best = reference_logits(path, sequence)[-1].topk(2)
+        steps.append((int(best.indices[0]), float(best.values[0] - best.values[1])))
+        sequence.append(steps[-1][0])
+    return steps
+
+
+def random_prompt(num_tokens: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:
+    """Return seeded token ids that avoid the three special ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, vocab_size, (num_tokens,), generator=generator).tolist()
+
+
+# -- edits of a copy -------------------------------------------------------------------------------------------------
+
+
+def copy_checkpoint(path: Path) -> Path:
+    """Return a fresh copy of the folder, free to edit."""
+    folder = new_folder(path.name)
+    shutil.copytree(path, folder, dirs_exist_ok=True)
+    return folder
+
+
+def edit_json(path: Path, changes: Mapping[str, Any], remove: Iterable[str] = ()) -> Path:
+    """Change and remove keys of a JSON file (made when missing); returns it."""
+    content = json.loads(path.read_text()) if path.exists() else {}
+    content.update(changes)
+    for key in remove:
+        content.pop(key, None)
+    path.write_text(json.dumps(content))
+    return path
+
+
+def edit_config(folder: Path, *, remove: Iterable[str] = (), **changes: Any) -> Path:
+    """Change and remove fields of config.json; returns the folder."""
+    edit_json(folder / "config.json", changes, remove)
+    return folder
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return every tensor of every weight file of a clean folder."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def rewrite_tensors(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], shards: int = 1
+) -> Path:
+    """Replace the weights by what `change` makes of their tensors, split over `shards` files; returns the folder."""
+    tensors = change(read_tensors(folder))
+    for file in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
+        file.unlink()
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+    names, weight_map = list(tensors), {}
+    for i in range(shards):
+        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: tensors[name] for name in names[i::shards]}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def drop_tensors(folder: Path, *names: str) -> Path:
+    """Remove tensors from a folder with one weight file; returns the folder."""
+    missing = set(names) - set(read_tensors(folder))
+    if missing:
+        raise KeyError(f"not in the checkpoint: {sorted(missing)}")
+    return rewrite_tensors(folder, lambda tensors: {n: t for n, t in tensors.items() if n not in names})
