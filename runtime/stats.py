@@ -1,0 +1,69 @@
+"""Counters of a rank on their way from worker to metrics: bytes in a `RankResult`, `RankStats` in a `Stats`, arrays at the end.
+
+Not counting (telemetry.RankCounters) and not exporting (runtime/metrics.py): only the two encodings between them.
+Units: bytes, seconds, tokens, all cumulative. Arrays travel row-major, little-endian: i64, and f64 for seconds.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from ..telemetry import COMPONENTS, PHASES, RankCounters
+from .messages import RankStats
+from .plan import pack, unpack
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    bytes_moved: bytes
+    busy_seconds: bytes
+    steps: bytes
+    tokens: bytes
+    expert_tokens: bytes
+    num_moe_layers: int
+    unowned_ids: int
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(_Record)
+
+
+def encode_counters(counters: RankCounters) -> bytes:
+    """Return `counters` as bytes for `RankResult.counters` (worker side)."""
+    return _ENCODER.encode(
+        _Record(
+            bytes_moved=pack(counters.bytes_moved, "<i8"),
+            busy_seconds=pack(counters.busy_seconds, "<f8"),
+            steps=pack(counters.steps, "<i8"),
+            tokens=pack(counters.tokens, "<i8"),
+            expert_tokens=pack(counters.expert_tokens, "<i8"),
+            num_moe_layers=counters.num_moe_layers,
+            unowned_ids=counters.unowned_ids,
+        )
+    )
+
+
+def rank_stats(
+    rank: int, counters: bytes, *, used_blocks: int, total_blocks: int, cache_resident: bool = False
+) -> RankStats:
+    """Return the `RankStats` of `rank` from what `encode_counters` wrote; empty bytes mean that nothing was counted yet."""
+    record = _DECODER.decode(counters or encode_counters(RankCounters(0, 0)))
+    return RankStats(
+        rank=rank,
+        used_blocks=used_blocks,
+        total_blocks=total_blocks,
+        cache_resident=cache_resident,
+        **msgspec.structs.asdict(record),
+    )
+
+
+def decode_counters(stats: RankStats) -> RankCounters:
+    """Return the arrays of `stats` in their shapes (metrics side)."""
+    num_slots = len(stats.expert_tokens) // 8 // stats.num_moe_layers if stats.num_moe_layers else 0
+    counters = RankCounters(stats.num_moe_layers, num_slots, unowned_ids=stats.unowned_ids)
+    counters.bytes_moved = unpack(stats.bytes_moved, "<i8").reshape(len(PHASES), len(COMPONENTS))
+    counters.busy_seconds = unpack(stats.busy_seconds, "<f8")
+    counters.steps = unpack(stats.steps, "<i8")
+    counters.tokens = unpack(stats.tokens, "<i8")
+    counters.expert_tokens = np.reshape(unpack(stats.expert_tokens, "<i8"), (stats.num_moe_layers, num_slots))
+    return counters

@@ -1,0 +1,27 @@
+"""Counters survive the way from worker to metrics."""
+
+from __future__ import annotations
+
+import numpy as np
+from moewe.runtime.stats import decode_counters, encode_counters, rank_stats
+from moewe.telemetry import RankCounters
+
+
+def test_counters_arrive_with_shapes_and_values():
+    counters = RankCounters(3, 5)
+    counters.begin_step("decode", 7)
+    counters.add_bytes("routed", 1 << 40)
+    counters.add_expert_tokens(2, np.array([0, 1, 2, 3, 4]))
+    counters.end_step(0.25)
+    counters.unowned_ids = 2
+    stats = rank_stats(1, encode_counters(counters), used_blocks=4, total_blocks=9)
+    assert (stats.rank, stats.used_blocks, stats.total_blocks, stats.unowned_ids) == (1, 4, 9, 2)
+    back = decode_counters(stats)
+    for field in ("bytes_moved", "busy_seconds", "steps", "tokens", "expert_tokens"):
+        np.testing.assert_array_equal(getattr(back, field), getattr(counters, field))
+
+
+def test_counters_of_a_rank_that_never_ran_are_zero():
+    back = decode_counters(rank_stats(0, b"", used_blocks=0, total_blocks=3))
+    assert back.steps.sum() == 0
+    assert back.expert_tokens.shape == (0, 0)
