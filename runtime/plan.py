@@ -1,7 +1,7 @@
 """The two hand-offs between engine and workers: `StepPlan` (a decision) and `StepResult` (its outcome).
 
-Not a scheduler and not an executor. A plan is a delta: what is not named goes on as before, and every sequence of a
-rank that is past its prompt decodes one token in every step without being named. Applying a plan to the empty batch with `snapshot=True` rebuilds a rank from nothing.
+Not a scheduler and not an executor. A plan is a delta: what is not named goes on as before, and every sequence that is
+past its prompt decodes one token in every step without being named. With `snapshot=True` a plan names everything.
 Shapes: i32 arrays travel as little-endian bytes (`pack`, `unpack`). A sequence lives in a `slot` of its rank's batch.
 """
 
@@ -25,7 +25,14 @@ def unpack(data: bytes, dtype: str = "<i4") -> np.ndarray:
 
 
 class SamplingState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What a worker must know of a request's sampling; `seed` is always set, `eos_token_ids` empty when ignored."""
+    """What a worker must know of a request's sampling.
+
+    Attributes:
+        temperature, top_p, top_k: as in `SamplingParams`.
+        seed: always set; the request's own, or one drawn when it arrived.
+        num_logprobs: alternatives to report beside each chosen token; -1 when no log-probabilities were asked for.
+        eos_token_ids: tokens that end the sequence; empty when it ignores them.
+    """
 
     temperature: float
     top_p: float
@@ -41,9 +48,10 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     Attributes:
         slot: index in the rank's batch, free before this plan (or released by it).
         sequence_id: unique over the engine's life; a preempted request comes back under a new one.
-        tokens: i32, prompt and whatever was generated before; none of them is in KV yet.
+        tokens: i32, prompt and whatever was generated before.
         max_length: total tokens at which the worker flags FINISH_LENGTH.
         sampling: see `SamplingState`.
+        num_computed_tokens: how many of `tokens` are in KV already, in blocks that the same plan grants; snapshots only.
     """
 
     slot: int
@@ -51,10 +59,11 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     tokens: bytes
     max_length: int
     sampling: SamplingState
+    num_computed_tokens: int = 0
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Run tokens [start, start + num_tokens) of the sequence in `slot`; `samples` when they reach its last known token."""
+    """Run tokens [start, start + num_tokens) of the sequence in `slot`; `samples` when the last known token is in."""
 
     slot: int
     start: int
@@ -69,7 +78,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         released: i32 [R], slots to forget (finished, aborted or preempted).
         admitted: new sequences.
         grants: i32 [G, 4] flattened rows (group, slot, index in the block table, block id).
-        chunks: prompt pieces of this step, at most one a slot. A slot whose chunk had `samples` decodes from the next step on.
+        chunks: prompt pieces of this step, at most one a slot. A slot whose chunk had `samples` decodes from then on.
         num_decodes: upper bound of decode rows (a sequence that ended in the step before is known only to the worker).
     """
 
@@ -94,7 +103,9 @@ class StepHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         kind: one of `KINDS`, over all ranks.
         bucket: largest `num_rows` of any rank.
         exchange: name of the exchange that the step uses.
-        snapshot: forget everything first; the plan then describes the whole batch.
+        snapshot: forget every slot first; the plan then admits the whole batch and runs a step of it. What is in KV
+            is not sent, so this holds for workers that kept theirs. A sequence past its prompt comes as a chunk of its
+            last known token that `samples`; `num_decodes` is 0 and nothing is implicit.
     """
 
     step: int
