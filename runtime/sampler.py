@@ -1,0 +1,156 @@
+"""Logits to tokens, vectorised over rows: greedy, temperature, top_k, top_p, and log-probabilities.
+
+Not a grammar and not a stop rule; rows never look at each other, so a row's token is the same in every batch.
+Shapes: N rows, V vocabulary; logits [N, V] f32; per-row settings are numpy [N]. Ties go to the lower id everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .randomness import uniform
+
+# A nucleus rarely holds more tokens than this; where it does, the row's whole vocabulary is sorted.
+_NUM_CANDIDATES = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingRows:
+    """How each row's token is chosen.
+
+    Attributes:
+        greedy: [N] bool, take the most likely token.
+        temperature, top_p: [N] f64.
+        top_k: [N] i64; 0 and below keep all.
+        seed: [N] u64.
+        position: [N] i64, index in its sequence of the token to choose.
+    """
+
+    greedy: np.ndarray
+    temperature: np.ndarray
+    top_p: np.ndarray
+    top_k: np.ndarray
+    seed: np.ndarray
+    position: np.ndarray
+
+    def take(self, rows: np.ndarray) -> SamplingRows:
+        """Return the settings of `rows` only."""
+        return SamplingRows(
+            greedy=self.greedy[rows],
+            temperature=self.temperature[rows],
+            top_p=self.top_p[rows],
+            top_k=self.top_k[rows],
+            seed=self.seed[rows],
+            position=self.position[rows],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLogprobs:
+    """Log-softmax of the raw logits at each row.
+
+    Attributes:
+        chosen: [N] f32, of the chosen token.
+        rank: [N] i64, how many tokens are at least as likely as the chosen one (1 is the most likely).
+        top_ids: [N, n] i64, most likely first.
+        top: [N, n] f32.
+    """
+
+    chosen: np.ndarray
+    rank: np.ndarray
+    top_ids: np.ndarray
+    top: np.ndarray
+
+
+def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Choose a token a row, [N] i64. Rows must be finite (see `finite_rows`)."""
+    tokens = logits.argmax(-1)
+    chance = np.flatnonzero(~rows.greedy)
+    if chance.size:
+        index = torch.from_numpy(chance).to(logits.device)
+        tokens[index] = _draw(logits if chance.size == len(tokens) else logits[index], rows.take(chance))
+    return tokens
+
+
+def finite_rows(values: torch.Tensor) -> torch.Tensor:
+    """Return which rows of [N, V] hold only finite numbers, [N] bool."""
+    return torch.isfinite(values).all(-1)
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> RowLogprobs:
+    """Return the log-probability of `tokens` [N] i64 and of the `num_top` most likely ones of each row."""
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(1, tokens[:, None])
+    ids, top = _most_likely(logprobs, num_top)
+    return RowLogprobs(
+        chosen=chosen[:, 0].cpu().numpy(),
+        rank=(logprobs >= chosen).sum(-1).cpu().numpy(),
+        top_ids=ids.cpu().numpy(),
+        top=top.cpu().numpy(),
+    )
+
+
+def _draw(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    device, vocab = logits.device, logits.shape[1]
+    temperature = torch.from_numpy(rows.temperature.astype(np.float32)).to(device)
+    weights = ((logits - logits.amax(-1, keepdim=True)) / temperature[:, None]).exp()  # [N, V], 1 at the most likely
+    limited = (rows.top_k > 0) & (rows.top_k < vocab)
+    filtered = np.flatnonzero(limited | (rows.top_p < 1))
+    if filtered.size:
+        index = torch.from_numpy(filtered).to(device)
+        top_k = np.where(limited, rows.top_k, vocab)[filtered]
+        weights[index] = _filter(weights[index], top_k, rows.top_p[filtered])
+    # The distribution function is inverted in id order, so that the last bits of the logits move no boundary far.
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    chance = torch.from_numpy(uniform(rows.seed, rows.position)).to(device)
+    target = chance[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=vocab - 1)
+
+
+def _filter(weights: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> torch.Tensor:
+    vocab = weights.shape[1]
+    limit = torch.from_numpy(top_k).to(weights.device)[:, None]  # [N, 1], V where unlimited
+    share = torch.from_numpy(top_p).to(weights.device)[:, None]
+    widest = int(top_k[top_k < vocab].max(initial=0))
+    num = min(vocab, max(_NUM_CANDIDATES, widest))
+    keep, enough = _count_kept(weights, limit, share, num)
+    if not enough:
+        keep, _ = _count_kept(weights, limit, share, vocab)
+    num_kept, least = keep
+    above = weights > least
+    tied = weights == least
+    room = num_kept - above.sum(-1, keepdim=True)  # how many of the tied ones stay: those of lowest id
+    if bool((tied.sum(-1, keepdim=True) > room).any()):
+        tied &= tied.cumsum(-1) <= room
+    return weights * (above | tied)
+
+
+def _count_kept(
+    weights: torch.Tensor, limit: torch.Tensor, share: torch.Tensor, num: int
+) -> tuple[tuple[torch.Tensor, torch.Tensor], bool]:
+    """Return, from the `num` largest weights, how many stay and the least of them, both [N, 1]; and if `num` do."""
+    vocab = weights.shape[1]
+    top = weights.topk(num).values
+    within = torch.arange(num, device=weights.device) < limit
+    cumulative = (top * within).cumsum(-1, dtype=torch.float64)
+    total = torch.where(limit < vocab, cumulative[:, -1:], weights.sum(-1, keepdim=True, dtype=torch.float64))
+    wanted = torch.where(share < 1, share * total, torch.inf)
+    before = torch.nn.functional.pad(cumulative[:, :-1], (1, 0))
+    num_kept = (within & (before < wanted)).sum(-1, keepdim=True).clamp_(min=1)
+    enough = num == vocab or bool(((limit <= num) | (cumulative[:, -1:] >= wanted)).all())
+    return (num_kept, top.gather(1, num_kept - 1)), enough
+
+
+def _most_likely(logprobs: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    num = min(num, logprobs.shape[1])
+    if num == 0:
+        empty = logprobs[:, :0]
+        return empty.long(), empty
+    top, ids = logprobs.topk(num)
+    if bool(((logprobs >= top[:, -1:]).sum(-1) > num).any() or (top[:, 1:] == top[:, :-1]).any()):
+        top, ids = logprobs.sort(descending=True, stable=True)  # ties: the order of topk is not defined
+        top, ids = top[:, :num], ids[:, :num]
+    return ids, top

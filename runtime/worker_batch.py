@@ -1,0 +1,242 @@
+"""The running batch of one rank: every sequence's tokens, blocks and sampling state, in arrays indexed by slot.
+
+Not a scheduler: it turns the delta of a plan into the rows of a step, in numpy, and books their outcome.
+Shapes: S slots, T rows of the step (decode rows first, by slot; then a run a chunk), B most blocks of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .params import GREEDY_TEMPERATURE
+from .plan import FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Admission, Chunk, RankPlan, unpack
+from .sampler import SamplingRows
+
+FREE = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A run of rows of one sequence: rows [row_start, row_start + num_rows), `num_computed_tokens` before them in KV.
+
+    `block_table` is [n] i64, the blocks of tokens [0, num_computed_tokens + num_rows).
+    """
+
+    slot: int
+    row_start: int
+    num_rows: int
+    num_computed_tokens: int
+    block_table: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRows:
+    """The rows of one step on one rank.
+
+    Attributes:
+        input_ids, positions, slot_mapping: [T] i64.
+        segments: the chunks, ascending by row.
+        decode_slots: [N] i64; decode row number i belongs to `decode_slots[i]`.
+        decode_lengths: [N] i64, tokens to attend to, this row's own included.
+        decode_tables: [N, n] i64, padded with block 0.
+        sample_rows: [K] i64, rows whose logits are wanted.
+        sample_slots: [K] i64, whose they are.
+    """
+
+    input_ids: np.ndarray
+    positions: np.ndarray
+    slot_mapping: np.ndarray
+    segments: tuple[Segment, ...]
+    decode_slots: np.ndarray
+    decode_lengths: np.ndarray
+    decode_tables: np.ndarray
+    sample_rows: np.ndarray
+    sample_slots: np.ndarray
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return len(self.input_ids)
+
+    def row_slots(self) -> np.ndarray:
+        """Return the slot of every row, [T] i64."""
+        chunks = [np.full(segment.num_rows, segment.slot, np.int64) for segment in self.segments]
+        return np.concatenate([self.decode_slots, *chunks])
+
+
+class WorkerBatch:
+    """Arrays of all slots of one rank; changed by `apply`, read by `rows`, advanced by `commit`.
+
+    Args:
+        num_slots: S.
+        max_model_len: longest sequence, prompt and output.
+        block_size: tokens a KV block.
+    """
+
+    def __init__(self, *, num_slots: int, max_model_len: int, block_size: int) -> None:
+        self.num_slots, self.block_size = num_slots, block_size
+        self.max_blocks = -(-max_model_len // block_size)
+        self.tokens: list[np.ndarray] = [np.empty(0, np.int32)] * num_slots  # given at admission, kept for chunks
+        self.sequence_ids = np.full(num_slots, FREE, np.int64)
+        self.block_table = np.full((num_slots, self.max_blocks), FREE, np.int32)  # [S, B], -1 where not granted
+        self.num_tokens = np.zeros(num_slots, np.int64)  # known tokens, the last one sampled included
+        self.num_computed_tokens = np.zeros(num_slots, np.int64)
+        self.max_length = np.zeros(num_slots, np.int64)
+        self.last_token = np.zeros(num_slots, np.int64)
+        self.decoding = np.zeros(num_slots, np.bool_)
+        self.finished = np.zeros(num_slots, np.bool_)
+        self.greedy = np.zeros(num_slots, np.bool_)
+        self.temperature = np.ones(num_slots, np.float64)
+        self.top_p = np.ones(num_slots, np.float64)
+        self.top_k = np.zeros(num_slots, np.int64)
+        self.seed = np.zeros(num_slots, np.uint64)
+        self.num_logprobs = np.full(num_slots, -1, np.int64)
+        self.eos_token_ids = np.full((num_slots, 1), -1, np.int64)  # [S, most end tokens of any request], -1 padded
+
+    def apply(self, plan: RankPlan, *, snapshot: bool = False) -> None:
+        """Take over what `plan` releases, admits and grants; with `snapshot` forget everything first."""
+        if snapshot:
+            self._release(np.flatnonzero(self.sequence_ids != FREE))
+        if plan.released:
+            self._release(unpack(plan.released))
+        for admission in plan.admitted:
+            self._admit(admission)
+        if plan.grants:
+            grants = unpack(plan.grants).reshape(-1, 4)  # (group, slot, index, block)
+            assert not grants[:, 0].any(), "this worker holds one cache group"
+            self.block_table[grants[:, 1], grants[:, 2]] = grants[:, 3]
+
+    def rows(self, chunks: Sequence[Chunk]) -> StepRows:
+        """Return the rows of a step that runs `chunks` and one token of every decoding sequence that goes on."""
+        slots = np.flatnonzero(self.decoding & ~self.finished)
+        lengths = self.num_computed_tokens[slots] + 1
+        width = -(-int(lengths.max()) // self.block_size) if slots.size else 0
+        segments: list[Segment] = []
+        ids, positions = [self.last_token[slots]], [self.num_computed_tokens[slots]]
+        blocks, sample_rows, sample_slots = [self._blocks_at(slots, positions[0])], [np.arange(slots.size)], [slots]
+        start = slots.size
+        for chunk in chunks:
+            if self.finished[chunk.slot]:  # planned before this worker's verdict was known
+                continue
+            stop = chunk.start + chunk.num_tokens
+            used = self.block_table[chunk.slot, : -(-stop // self.block_size)].astype(np.int64)
+            at = np.arange(chunk.start, stop)
+            ids.append(self.tokens[chunk.slot][chunk.start : stop].astype(np.int64))
+            positions.append(at)
+            blocks.append(used[at // self.block_size])
+            segments.append(
+                Segment(slot=chunk.slot, row_start=start, num_rows=chunk.num_tokens,
+                        num_computed_tokens=chunk.start, block_table=used)
+            )  # fmt: skip
+            start += chunk.num_tokens
+            if chunk.samples:
+                sample_rows.append(np.array([start - 1]))
+                sample_slots.append(np.array([chunk.slot]))
+        position, block = np.concatenate(positions), np.concatenate(blocks)
+        assert (block >= 0).all(), "a row has no KV block"
+        return StepRows(
+            input_ids=np.concatenate(ids),
+            positions=position,
+            slot_mapping=block * self.block_size + position % self.block_size,
+            segments=tuple(segments),
+            decode_slots=slots,
+            decode_lengths=lengths,
+            decode_tables=np.maximum(self.block_table[slots, :width], 0).astype(np.int64),
+            sample_rows=np.concatenate(sample_rows),
+            sample_slots=np.concatenate(sample_slots),
+        )
+
+    def sampling(self, slots: np.ndarray) -> SamplingRows:
+        """Return how the next token of each of `slots` is to be chosen, [K] a field."""
+        return SamplingRows(
+            greedy=self.greedy[slots],
+            temperature=self.temperature[slots],
+            top_p=self.top_p[slots],
+            top_k=self.top_k[slots],
+            seed=self.seed[slots],
+            position=self.num_tokens[slots],
+        )
+
+    def commit(self, rows: StepRows, tokens: np.ndarray, healthy: np.ndarray) -> np.ndarray:
+        """Book the outcome of a step and return the FINISH_* flags of its samples, [K] u8.
+
+        Args:
+            rows: what ran.
+            tokens: [K] i64, chosen at `rows.sample_rows`.
+            healthy: [S] bool by slot; False where something was not finite: the sequence ends.
+        """
+        self.num_computed_tokens[rows.decode_slots] += 1
+        for segment in rows.segments:
+            self.num_computed_tokens[segment.slot] = segment.num_computed_tokens + segment.num_rows
+        slots = rows.sample_slots
+        self.num_tokens[slots] += 1
+        self.last_token[slots] = tokens
+        self.decoding[slots] = True
+        flags = np.full(slots.size, FINISH_NONE, np.uint8)
+        flags[self.num_tokens[slots] >= self.max_length[slots]] = FINISH_LENGTH
+        flags[(self.eos_token_ids[slots] == tokens[:, None]).any(1)] = FINISH_STOP
+        flags[~healthy[slots]] = FINISH_ERROR
+        self.finished[slots] = flags != FINISH_NONE
+        self.finished |= ~healthy
+        return flags
+
+    def blocks_of(self, slot: int) -> np.ndarray:
+        """Return the blocks granted to `slot`, [n] i64."""
+        row = self.block_table[slot]
+        return row[row != FREE].astype(np.int64)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that this worker would still run."""
+        return int(((self.sequence_ids != FREE) & ~self.finished).sum())
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when the arrays contradict each other."""
+        free = self.sequence_ids == FREE
+        assert not self.decoding[free].any(), "a free slot decodes"
+        assert not self.finished[free].any(), "a free slot has finished"
+        assert (self.block_table[free] == FREE).all(), "a free slot holds blocks"
+        assert (self.num_computed_tokens <= self.num_tokens).all(), "more tokens in KV than known"
+        ids = self.sequence_ids[~free]
+        assert np.unique(ids).size == ids.size, "a sequence is in two slots"
+        held = self.block_table[self.block_table != FREE]
+        assert np.unique(held).size == held.size, "a block belongs to two sequences"
+        granted = (self.block_table != FREE).sum(1)
+        assert (granted * self.block_size >= self.num_computed_tokens).all(), "tokens in KV without a block"
+
+    def _blocks_at(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        return self.block_table[slots, positions // self.block_size].astype(np.int64)
+
+    def _release(self, slots: np.ndarray) -> None:
+        self.sequence_ids[slots] = FREE
+        self.block_table[slots] = FREE
+        self.decoding[slots] = False
+        self.finished[slots] = False
+        self.num_tokens[slots] = 0
+        self.num_computed_tokens[slots] = 0
+        for slot in slots.tolist():
+            self.tokens[slot] = np.empty(0, np.int32)
+
+    def _admit(self, admission: Admission) -> None:
+        slot, sampling = admission.slot, admission.sampling
+        assert self.sequence_ids[slot] == FREE, f"slot {slot} is taken"
+        tokens = unpack(admission.tokens)
+        self.tokens[slot] = tokens
+        self.sequence_ids[slot] = admission.sequence_id
+        self.num_tokens[slot] = tokens.size
+        self.max_length[slot] = admission.max_length
+        self.greedy[slot] = sampling.temperature < GREEDY_TEMPERATURE or sampling.top_k == 1
+        self.temperature[slot] = sampling.temperature
+        self.top_p[slot] = sampling.top_p
+        self.top_k[slot] = sampling.top_k
+        self.seed[slot] = sampling.seed & 0xFFFF_FFFF_FFFF_FFFF
+        self.num_logprobs[slot] = sampling.num_logprobs
+        ends = np.asarray(sampling.eos_token_ids, np.int64)
+        if ends.size > self.eos_token_ids.shape[1]:
+            extra = ends.size - self.eos_token_ids.shape[1]
+            self.eos_token_ids = np.pad(self.eos_token_ids, ((0, 0), (0, extra)), constant_values=-1)
+        self.eos_token_ids[slot] = -1
+        self.eos_token_ids[slot, : ends.size] = ends
