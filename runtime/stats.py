@@ -1,4 +1,4 @@
-"""Counters of a rank on their way from worker to metrics: bytes in a `RankResult`, `RankStats` in a `Stats`, arrays at the end.
+"""Counters of a rank from worker to metrics: bytes in a `RankResult`, `RankStats` in a `Stats`, arrays at the end.
 
 Not counting (telemetry.RankCounters) and not exporting (runtime/metrics.py): only the two encodings between them.
 Units: bytes, seconds, tokens, all cumulative. Arrays travel row-major, little-endian: i64, and f64 for seconds.
@@ -46,7 +46,7 @@ def encode_counters(counters: RankCounters) -> bytes:
 def rank_stats(
     rank: int, counters: bytes, *, used_blocks: int, total_blocks: int, cache_resident: bool = False
 ) -> RankStats:
-    """Return the `RankStats` of `rank` from what `encode_counters` wrote; empty bytes mean that nothing was counted yet."""
+    """Return the `RankStats` of `rank` from what `encode_counters` wrote (empty bytes: nothing counted yet)."""
     record = _DECODER.decode(counters or encode_counters(RankCounters(0, 0)))
     return RankStats(
         rank=rank,

@@ -30,10 +30,10 @@ class RankProgress:
         self._row[HEARTBEAT] += 1
 
     def enter(self, state: int, step: int) -> None:
-        """Say what this rank does now (`STATE_*`) and in which step."""
+        """Say what this rank does now (`STATE_*`) and in which step; ticks count from 0 again, so ranks compare."""
+        self._row[TICK] = 0
         self._row[STATE] = state
         self._row[STEP] = step
-        self._row[TICK] += 1
 
 
 class ProgressBoard:
