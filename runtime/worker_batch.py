@@ -227,6 +227,7 @@ class WorkerBatch:
         self.tokens[slot] = tokens
         self.sequence_ids[slot] = admission.sequence_id
         self.num_tokens[slot] = tokens.size
+        self.num_computed_tokens[slot] = admission.num_computed_tokens
         self.max_length[slot] = admission.max_length
         self.greedy[slot] = sampling.temperature < GREEDY_TEMPERATURE or sampling.top_k == 1
         self.temperature[slot] = sampling.temperature

@@ -1,5 +1,6 @@
 """The running batch of a rank: deltas, rows, verdicts, and random plans against a plain per-token model."""
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -152,6 +153,15 @@ def test_a_snapshot_forgets_everything_first():
     )
     rows, _ = step(batch, plan, snapshot=True)
     assert (rows.input_ids.tolist(), batch.num_running) == ([4, 4], 1)
+
+
+def test_a_snapshot_resumes_in_kept_kv():
+    batch = make_batch()
+    resumed = msgspec.structs.replace(admit(3, [4, 5, 6, 7, 8, 9]), num_computed_tokens=5)
+    plan = RankPlan(admitted=(resumed,), grants=grant((3, 0, 2), (3, 1, 8)), chunks=(chunk(3, 5, 1, True),))
+    rows, _ = step(batch, plan, snapshot=True)
+    assert (rows.input_ids.tolist(), rows.positions.tolist(), rows.slot_mapping.tolist()) == ([9], [5], [33])
+    assert rows.segments[0].num_computed_tokens == 5
 
 
 def test_no_rows_at_all():
