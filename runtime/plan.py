@@ -51,7 +51,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         tokens: i32, prompt and whatever was generated before.
         max_length: total tokens at which the worker flags FINISH_LENGTH.
         sampling: see `SamplingState`.
-        num_computed_tokens: how many of `tokens` are in KV already, in blocks that the same plan grants; snapshots only.
+        num_computed_tokens: how many of `tokens` are in KV already, in blocks that this plan grants; snapshots only.
     """
 
     slot: int
