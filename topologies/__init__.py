@@ -1,1 +1,31 @@
 """EPxDPy grammar, rank grid, footprint records and byte budget (level 1)."""
+
+from .budget import ByteBudget, StepLimits, byte_budget, check_fits, check_runnable, format_bytes
+from .expansion import expansion
+from .footprint import ModelFootprint
+from .grid import RankGrid, placement_summary, slot_ranges
+from .layout import Layout, RequestClass, load_layout, preset_names
+from .spec import DIALECTS, Topology, TopologyError, make_topology, parse_topology
+
+__all__ = [
+    "DIALECTS",
+    "ByteBudget",
+    "Layout",
+    "ModelFootprint",
+    "RankGrid",
+    "RequestClass",
+    "StepLimits",
+    "Topology",
+    "TopologyError",
+    "byte_budget",
+    "check_fits",
+    "check_runnable",
+    "expansion",
+    "format_bytes",
+    "load_layout",
+    "make_topology",
+    "parse_topology",
+    "placement_summary",
+    "preset_names",
+    "slot_ranges",
+]

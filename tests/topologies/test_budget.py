@@ -1,0 +1,161 @@
+"""The byte budget: lines that add up, and refusals whose advice works."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from moewe.topologies import (
+    ByteBudget,
+    ModelFootprint,
+    TopologyError,
+    byte_budget,
+    check_fits,
+    check_runnable,
+    format_bytes,
+    parse_topology,
+)
+
+GIB = 1 << 30
+MIB = 1 << 20
+MODEL = ModelFootprint(
+    name="m",
+    num_layers=4,
+    num_moe_layers=4,
+    num_experts=16,
+    top_k=2,
+    attention_bytes=40 * MIB,
+    dense_bytes=1 * MIB,
+    shared_bytes=8 * MIB,
+    expert_bytes=32 * MIB,
+    embedding_bytes=64 * MIB,
+    head_bytes=0,
+    kv_bytes_per_token=4096,
+    hidden_size=1024,
+    vocab_size=32000,
+    max_model_len=4096,
+    activation_itemsize=2,
+    flops_per_token=1,
+)
+DENSE = replace(MODEL, num_moe_layers=0, num_experts=0, top_k=0, expert_bytes=0)
+
+
+def budget(topology: str = "EP1DP1", model: ModelFootprint = MODEL, **changes: Any) -> ByteBudget:
+    options: dict[str, Any] = {"rank_memory_bytes": 8 * GIB, "max_num_batched_tokens": 128, "max_model_len": 4096}
+    return byte_budget(model, parse_topology(topology), **(options | changes))
+
+
+def test_weights_add_up_to_the_model_at_one_rank() -> None:
+    assert budget().of_kind("weights") == MODEL.total_bytes
+    assert budget(model=DENSE).of_kind("weights") == DENSE.total_bytes
+
+
+def test_experts_are_split_and_the_rest_is_replicated() -> None:
+    assert budget("EP4DP2").of_kind("weights") == MODEL.replicated_bytes + MODEL.routed_bytes // 4
+    # 16 + 2 slots over 4 ranks: the fullest rank holds 5.
+    assert budget("EP4DP1[red=2]").of_kind("weights") == MODEL.replicated_bytes + 5 * 4 * 32 * MIB
+    lines = {line.name: line.num_bytes for line in budget("EP4DP1[red=2]").lines}
+    assert lines["redundant expert slots (1 a layer)"] == 4 * 32 * MIB
+    # 16 experts over 3 ranks: 6, 5, 5.
+    assert budget("EP3DP1").of_kind("weights") == MODEL.replicated_bytes + 6 * 4 * 32 * MIB
+
+
+def test_kv_takes_what_is_left_in_whole_blocks_but_no_more_than_is_useful() -> None:
+    small = budget(rank_memory_bytes=3 * GIB)
+    assert small.total <= 3 * GIB < small.total + small.block_bytes
+    assert small.kv_bytes == small.num_blocks * 16 * 4096
+    useful = budget(rank_memory_bytes=100 * GIB, max_num_seqs=8)
+    assert useful.kv_tokens == 8 * 4096
+    assert useful.max_concurrency(4096) == 8 and useful.max_concurrency(4097) == 7
+    assert budget("EP2DP3", rank_memory_bytes=100 * GIB, max_num_seqs=8).max_concurrency(4096) == 8 * 6
+    assert budget(kv_bytes=10 * 16 * 4096).num_blocks == 10
+
+
+def test_table_names_every_line_and_the_concurrency() -> None:
+    table = budget("EP2DP1").table()
+    for word in (
+        "attention",
+        "routed experts (8 of 16 a layer)",
+        "KV cache",
+        "exchange",
+        "reserve",
+        "total",
+        "8.00 GiB",
+    ):
+        assert word in table
+    assert "max concurrency at 4,096 tokens: 128" in table
+    assert "redundant" not in table and "head" not in table
+
+
+def test_a_budget_that_fits_passes() -> None:
+    check_fits(budget())
+    check_fits(budget("EP4DP2"))
+
+
+def refusal(made: ByteBudget, host_bytes: int | None = None) -> str:
+    with pytest.raises(TopologyError) as error:
+        check_fits(made, host_bytes=host_bytes)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_too_small_gpus_are_told_the_width_that_fits() -> None:
+    message = refusal(budget(rank_memory_bytes=2 * GIB))
+    wider = re.search(r"use (EP\d+DP1)", message)
+    assert wider is not None
+    check_fits(budget(wider[1], rank_memory_bytes=2 * GIB, max_model_len=16))
+    assert "EP2DP1" in message
+
+
+def test_a_host_is_told_fewer_ranks() -> None:
+    message = refusal(budget("EP2DP4", rank_memory_bytes=6 * GIB // 8), host_bytes=6 * GIB)
+    assert "use EP2DP1" in message or "use EP2DP2" in message
+
+
+def test_other_remedies() -> None:
+    assert "--dtype bfloat16" in refusal(
+        budget(model=replace(MODEL, activation_itemsize=4), rank_memory_bytes=2 * GIB), host_bytes=2 * GIB
+    )
+    assert "smaller model" in refusal(budget(rank_memory_bytes=GIB), host_bytes=GIB)
+    assert "--max-num-batched-tokens" in refusal(budget(max_num_batched_tokens=1 << 20))
+
+
+def test_kv_that_cannot_be_is_told_what_could() -> None:
+    message = refusal(budget(kv_bytes=20 * GIB))
+    most = re.search(r"use at most (\d+)", message)
+    assert most is not None
+    check_fits(budget(kv_bytes=int(most[1])))
+    message = refusal(budget(kv_bytes=100 * 16 * 4096))
+    assert "--max-model-len 1600" in message
+    least = re.search(r"at least (\d+)", message)
+    assert least is not None
+    check_fits(budget(kv_bytes=int(least[1])))
+
+
+@pytest.mark.parametrize(
+    ("topology", "options", "word"),
+    [
+        ("EP4DP1[atp=2]", {"num_experts": 8}, "EP4DP1[adp=4,atp=1]"),
+        ("EP4DP1[red=1]", {"num_experts": 8}, "red=0"),
+        ("EP4DP1", {"num_experts": 0}, "use EP1DP4"),
+        ("EP9DP1", {"num_experts": 8}, "use EP8DP1"),
+        ("EP8DP8", {"num_experts": 256, "num_ranks_available": 8, "unit": "GPU"},
+         "needs 64 GPUs (8 x 8), this machine has 8; did you mean EP8DP1?"),
+        ("EP4DP4", {"num_experts": 256, "num_ranks_available": 9}, "EP4DP2?"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused(topology: str, options: dict[str, Any], word: str) -> None:
+    with pytest.raises(TopologyError) as error:
+        check_runnable(parse_topology(topology), **options)
+    assert word in str(error.value)
+
+
+def test_what_can_run_passes() -> None:
+    check_runnable(parse_topology("EP4DP2"), num_experts=10)
+    check_runnable(parse_topology("EP1DP2"), num_experts=0, num_ranks_available=2)
+
+
+def test_format_bytes() -> None:
+    assert [format_bytes(number) for number in (0, 1023, 1536, 3 * GIB)] == ["0 B", "1,023 B", "1.50 KiB", "3.00 GiB"]

@@ -1,0 +1,43 @@
+"""Process groups: real processes meet through a file and only over loopback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from moewe.topologies.groups import loopback_interface
+
+CHILD = """
+import sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from moewe.topologies.groups import destroy_group, init_group
+rank = int(sys.argv[1])
+group = init_group(rank=rank, world_size=2, store_path=Path(sys.argv[2]), device="cpu", timeout_s=60)
+value = torch.tensor([rank + 1])
+dist.all_reduce(value, group=group)
+destroy_group()
+destroy_group()
+print(int(value), group.size())
+"""
+
+
+def test_loopback_has_a_name() -> None:
+    assert loopback_interface().startswith("lo")
+
+
+def test_importing_groups_does_not_import_torch() -> None:
+    code = "import moewe.topologies, moewe.topologies.groups, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.spawn
+def test_two_processes_reduce(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CHILD]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == ["3 2", "3 2"]

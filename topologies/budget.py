@@ -1,0 +1,300 @@
+"""The byte budget of one rank, line by line, and refusals that name the fix.
+
+Not an allocator: it says what a launch will need before anything is loaded; activations and the reserve are estimates.
+Units: bytes of the fullest rank. T rows of a step, K top-k, D width, F expert width, S sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .footprint import ModelFootprint
+from .grid import slot_ranges
+from .spec import Topology, TopologyError
+
+# Interpreter and libraries of a rank's process; measured near 300 MiB with torch on CPU.
+RESERVE_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetLine:
+    """One line: `kind` is `weights`, `kv`, `buffers` or `reserve`."""
+
+    name: str
+    kind: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLimits:
+    """What bounds a step and a sequence, in tokens: the part of the engine's options that costs bytes."""
+
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_num_seqs: int
+    block_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteBudget:
+    """What the fullest rank of `topology` needs.
+
+    Attributes:
+        footprint, topology, limits: what was asked for.
+        lines: the parts, in the order in which they are printed.
+        rank_memory_bytes: what a rank may use.
+    """
+
+    footprint: ModelFootprint
+    topology: Topology
+    limits: StepLimits
+    lines: tuple[BudgetLine, ...]
+    rank_memory_bytes: int
+
+    def of_kind(self, kind: str) -> int:
+        """Return the bytes of all lines of `kind`."""
+        return sum(line.num_bytes for line in self.lines if line.kind == kind)
+
+    @property
+    def total(self) -> int:
+        """All lines."""
+        return sum(line.num_bytes for line in self.lines)
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV of a rank."""
+        return self.of_kind("kv")
+
+    @property
+    def fixed_bytes(self) -> int:
+        """All lines but KV."""
+        return self.total - self.kv_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block."""
+        return self.limits.block_size * self.footprint.kv_bytes_per_token // self.topology.atp
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of a rank."""
+        return self.kv_bytes // max(1, self.block_bytes)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that a rank's KV holds."""
+        return self.num_blocks * self.limits.block_size
+
+    def max_concurrency(self, tokens: int) -> int:
+        """Return how many sequences of `tokens` tokens fit at once over all ranks."""
+        blocks = -(-tokens // self.limits.block_size)
+        return (self.num_blocks // blocks) * self.topology.adp * self.topology.dp
+
+    def table(self) -> str:
+        """Return the budget as text, one line a part."""
+        width = max(len(line.name) for line in self.lines)
+        who = "each rank" if self.topology.ep == 1 else "the fullest rank"
+        rows = [f"bytes of {who} ({self.footprint.name}, {self.topology.short()})"]
+        rows += [f"  {line.name:{width}}  {format_bytes(line.num_bytes):>11}" for line in self.lines]
+        rows.append(f"  {'total':{width}}  {format_bytes(self.total):>11}  of {format_bytes(self.rank_memory_bytes)}")
+        length = self.limits.max_model_len
+        rows.append(
+            f"  KV holds {self.kv_tokens:,} tokens a rank ({self.num_blocks:,} blocks of {self.limits.block_size}); "
+            f"max concurrency at {length:,} tokens: {self.max_concurrency(length):,} "
+            f"(at most {self.limits.max_num_seqs * self.topology.adp * self.topology.dp:,} sequences at once)"
+        )
+        return "\n".join(rows)
+
+
+def format_bytes(number: int) -> str:
+    """Return `number` with a binary unit and about four digits, e.g. `1.25 GiB`."""
+    value, units = float(number), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while abs(value) >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{number:,} B" if units[0] == "B" else f"{value:,.2f} {units[0]}"
+
+
+def byte_budget(
+    footprint: ModelFootprint,
+    topology: Topology,
+    *,
+    rank_memory_bytes: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    block_size: int = 16,
+    max_num_seqs: int = 64,
+    kv_bytes: int | None = None,
+) -> ByteBudget:
+    """Return what the fullest rank needs.
+
+    Args:
+        footprint: what the model weighs.
+        topology: how it is laid out.
+        rank_memory_bytes: what a rank may use.
+        max_num_batched_tokens, max_model_len, block_size, max_num_seqs: the limits of a step and a sequence.
+        kv_bytes: KV of a rank; None takes what is left, but no more than `max_num_seqs` full sequences need.
+    """
+    limits = StepLimits(
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        block_size=block_size,
+    )
+    return _budget(footprint, topology, limits, rank_memory_bytes, kv_bytes)
+
+
+def _budget(
+    footprint: ModelFootprint, topology: Topology, limits: StepLimits, rank_memory_bytes: int, kv_bytes: int | None
+) -> ByteBudget:
+    lines = [*_weights(footprint, topology), *_buffers(footprint, topology, limits)]
+    reserve = BudgetLine(name="reserve (process, libraries)", kind="reserve", num_bytes=RESERVE_BYTES)
+    if kv_bytes is None:
+        left = rank_memory_bytes - RESERVE_BYTES - sum(line.num_bytes for line in lines)
+        block_bytes = max(1, limits.block_size * footprint.kv_bytes_per_token // topology.atp)
+        useful = limits.max_num_seqs * -(-limits.max_model_len // limits.block_size)
+        kv_bytes = max(0, min(left // block_bytes, useful)) * block_bytes
+    lines += [BudgetLine(name="KV cache", kind="kv", num_bytes=kv_bytes), reserve]
+    return ByteBudget(
+        footprint=footprint,
+        topology=topology,
+        limits=limits,
+        lines=tuple(line for line in lines if line.num_bytes),
+        rank_memory_bytes=rank_memory_bytes,
+    )
+
+
+def _weights(footprint: ModelFootprint, topology: Topology) -> list[BudgetLine]:
+    per_slot = footprint.num_moe_layers * footprint.expert_bytes
+    once = _most_slots(footprint.num_experts, topology.ep)
+    slots = _most_slots(footprint.num_experts + topology.red, topology.ep) if footprint.num_experts else 0
+    parts = [
+        ("attention weights", footprint.attention_bytes // topology.atp),
+        ("dense FFN, routers, norms", footprint.dense_bytes),
+        ("shared experts", footprint.shared_bytes),
+        ("embedding", footprint.embedding_bytes),
+        ("output head", footprint.head_bytes),
+        (f"routed experts ({once} of {footprint.num_experts} a layer)", once * per_slot),
+        (f"redundant expert slots ({slots - once} a layer)", (slots - once) * per_slot),
+    ]
+    return [BudgetLine(name=name, kind="weights", num_bytes=num_bytes) for name, num_bytes in parts]
+
+
+def _buffers(footprint: ModelFootprint, topology: Topology, limits: StepLimits) -> list[BudgetLine]:
+    row = footprint.hidden_size * footprint.activation_itemsize
+    tokens, exchange, inner = limits.max_num_batched_tokens, 0, 0
+    if footprint.num_experts:
+        # Nothing is dropped, so the bound is the worst case: every token of the group routed to this rank.
+        slots = _most_slots(footprint.num_experts + topology.red, topology.ep)
+        received = topology.ep * tokens * min(footprint.top_k, slots)
+        sent = tokens * footprint.top_k if topology.ep > 1 else 0
+        exchange = 2 * (received + sent) * row
+        # gate, up and their product (3F) of the rows of one expert; an expert's weights are 3 * F * D.
+        inner = topology.ep * tokens * (footprint.expert_bytes // max(1, footprint.hidden_size))
+    logits = 2 * min(limits.max_num_seqs, tokens) * footprint.vocab_size * 4
+    return [
+        BudgetLine(name="exchange buffers (worst case)", kind="buffers", num_bytes=exchange),
+        BudgetLine(name="activations (estimate)", kind="buffers", num_bytes=8 * tokens * row + inner + logits),
+    ]
+
+
+def _most_slots(num_slots: int, num_ranks: int) -> int:
+    return max(stop - start for start, stop in slot_ranges(num_slots, num_ranks))
+
+
+def check_runnable(
+    topology: Topology, *, num_experts: int, num_ranks_available: int | None = None, unit: str = "rank"
+) -> None:
+    """Refuse what cannot run whatever the memory.
+
+    Args:
+        topology: what was asked for.
+        num_experts: E of the model, 0 when dense.
+        num_ranks_available: how many ranks the machine has places for; None when it has no such limit (CPU).
+        unit: what a place is called, e.g. `GPU`.
+
+    Raises:
+        TopologyError: names the value and a topology or flag that would do.
+    """
+    name = topology.short()
+    if topology.atp > 1:
+        raise TopologyError(f"atp={topology.atp} is not available in this version; use {name}[adp={topology.ep},atp=1]")
+    if topology.red > 0:
+        raise TopologyError(f"red={topology.red} is not available in this version; use red=0")
+    if num_experts == 0 and topology.ep > 1:
+        raise TopologyError(
+            f"{name} splits experts over {topology.ep} ranks, but the model is dense; use EP1DP{topology.num_ranks}"
+        )
+    if 0 < num_experts < topology.ep:
+        raise TopologyError(
+            f"{name} needs at least {topology.ep} experts, the model has {num_experts}; use EP{num_experts}DP1"
+        )
+    if num_ranks_available is not None and topology.num_ranks > num_ranks_available:
+        fitting = min(topology.ep, num_ranks_available)
+        raise TopologyError(
+            f"{name} needs {topology.num_ranks} {unit}s ({topology.dp} x {topology.ep}), this machine has "
+            f"{num_ranks_available}; did you mean EP{fitting}DP{num_ranks_available // max(1, fitting) or 1}?"
+        )
+
+
+def check_fits(budget: ByteBudget, *, host_bytes: int | None = None) -> None:
+    """Refuse a budget that does not fit.
+
+    Args:
+        budget: from `byte_budget`.
+        host_bytes: memory that all ranks share (CPU); None when each rank has its own (GPU).
+
+    Raises:
+        TopologyError: one line that names what is short and the nearest setting that fits.
+    """
+    memory = format_bytes(budget.rank_memory_bytes)
+    name = budget.topology.short()
+    if budget.fixed_bytes > budget.rank_memory_bytes:
+        raise TopologyError(
+            f"{budget.footprint.name} on {name} needs {format_bytes(budget.fixed_bytes)} a rank before any KV "
+            f"({format_bytes(budget.of_kind('weights'))} of it weights), a rank may use {memory}; "
+            f"{_fix(budget, host_bytes)}"
+        )
+    if budget.total > budget.rank_memory_bytes:
+        most = (budget.rank_memory_bytes - budget.fixed_bytes) // budget.block_bytes * budget.block_bytes
+        raise TopologyError(
+            f"--kv-cache-memory-bytes {budget.kv_bytes} does not fit on {name}: a rank may use {memory} and everything "
+            f"else takes {format_bytes(budget.fixed_bytes)}; use at most {most}"
+        )
+    if budget.kv_tokens < budget.limits.max_model_len:
+        need = -(-budget.limits.max_model_len // budget.limits.block_size) * budget.block_bytes
+        remedy = f"use --max-model-len {budget.kv_tokens} or " if budget.kv_tokens else ""
+        raise TopologyError(
+            f"KV of {format_bytes(budget.kv_bytes)} holds {budget.kv_tokens:,} tokens, less than one sequence of "
+            f"max_model_len={budget.limits.max_model_len:,}; {remedy}give --kv-cache-memory-bytes at least {need}"
+        )
+
+
+def _fix(budget: ByteBudget, host_bytes: int | None) -> str:
+    """Return the nearest change that makes the fixed part fit, as an instruction."""
+    tokens = budget.limits.max_num_batched_tokens // 2
+    while tokens >= 64:
+        fewer = replace(budget.limits, max_num_batched_tokens=tokens)
+        if _fits(budget, budget.topology, budget.rank_memory_bytes, limits=fewer):
+            return f"use --max-num-batched-tokens {tokens}"
+        tokens //= 2
+    topology = budget.topology
+    if host_bytes is None:
+        for ep in range(topology.ep + 1, budget.footprint.num_experts + 1):
+            wider = replace(topology, ep=ep, adp=ep, atp=1)
+            if _fits(budget, wider, budget.rank_memory_bytes):
+                return f"use {wider.short()} or wider ({wider.num_ranks} ranks of this size)"
+    else:
+        narrower = [(topology.ep, dp) for dp in range(topology.dp - 1, 0, -1)]
+        narrower += [(ep, 1) for ep in range(topology.ep - 1, 0, -1)]
+        for ep, dp in narrower:
+            smaller = replace(topology, ep=ep, dp=dp, adp=ep, atp=1)
+            if _fits(budget, smaller, host_bytes // smaller.num_ranks):
+                return f"use {smaller.short()}, whose ranks share this host's memory better"
+    if budget.footprint.activation_itemsize == 4 and budget.fixed_bytes // 2 <= budget.rank_memory_bytes:
+        return "use --dtype bfloat16"
+    return "use a smaller model, or a machine with more memory"
+
+
+def _fits(budget: ByteBudget, topology: Topology, rank_memory_bytes: int, limits: StepLimits | None = None) -> bool:
+    other = _budget(budget.footprint, topology, limits or budget.limits, rank_memory_bytes, 0)
+    return other.total < rank_memory_bytes

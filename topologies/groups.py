@@ -1,0 +1,63 @@
+"""The only creator of torch.distributed process groups; a group is one expert-parallel group, its ranks are positions.
+
+Not an exchange (moe.wide_ep) and not a launcher. Ranks of one host meet through a file, and only the loopback
+interface is used. Units: seconds. torch is imported when a group is made, not before.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .spec import TopologyError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def loopback_interface() -> str:
+    """Return the name of the interface that leads back to this host (`lo`, `lo0`)."""
+    for _, name in socket.if_nameindex():
+        if name == "lo" or (name.startswith("lo") and name[2:].isdigit()):
+            return name
+    raise TopologyError("this host has no loopback network interface, by which its ranks would meet; bring `lo` up")
+
+
+def init_group(*, rank: int, world_size: int, store_path: Path, device: str, timeout_s: float) -> ProcessGroup:
+    """Join the group of `world_size` ranks on this host and return it; blocks until all are there.
+
+    Args:
+        rank: position in the group, 0..world_size-1.
+        world_size: x, ranks of the group.
+        store_path: a file that does not exist yet in a folder private to this launch; the same for all ranks.
+        device: `cpu` (gloo) or `cuda` (NCCL).
+        timeout_s: how long to wait for the others, here and in every collective.
+    """
+    import torch.distributed as dist
+
+    # Without these the libraries pick the address of the host name, which may be unreachable or public.
+    interface = loopback_interface()
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    if device.startswith("cuda"):
+        os.environ["NCCL_SOCKET_IFNAME"] = interface
+    dist.init_process_group(
+        backend="nccl" if device.startswith("cuda") else "gloo",
+        store=dist.FileStore(str(store_path), world_size),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def destroy_group() -> None:
+    """Leave the group, if one was joined."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
