@@ -1,0 +1,151 @@
+"""JSON files that we do not trust, read with limits, and their fields, read with types and ranges.
+
+Not a schema language and not about models: `families` and `checkpoint` say which fields they want.
+Every refusal is a ConfigError of one line with file, field, value and fix; sizes are in bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .config import ConfigError
+
+_T = TypeVar("_T")
+_MISSING: Any = object()
+
+
+def show(value: object, limit: int = 80) -> str:
+    """Return `value` as it may stand in a one-line message: escaped and cut to `limit` characters."""
+    text = ascii(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def parse_object(data: bytes, what: str) -> dict[str, Any]:
+    """Return the JSON object in `data`; `what` names it in a refusal."""
+    try:
+        content = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique_object)
+    except RecursionError:
+        raise ConfigError(f"{what} is nested too deeply to be a real file; download it again") from None
+    except ValueError as error:
+        reason = show(str(error))
+        raise ConfigError(f"{what} is not valid JSON ({reason}); it may be an incomplete download") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{what} holds {show(content)} where a JSON object is expected; download it again")
+    return content
+
+
+def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
+    """Return the JSON object in the file `path`, which may not be larger than `max_bytes`."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{show(str(path))} is not a regular file; give a model folder as transformers saves it")
+        if status.st_size > max_bytes:
+            raise ConfigError(f"{show(str(path))} has {status.st_size} bytes, more than the {max_bytes} allowed")
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {show(str(path))}: {error.strerror}; check the path and its rights") from None
+    return parse_object(data, path.name)
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return content
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Typed, range-checked access to one JSON object.
+
+    A `name` may list several spellings separated by `|`; the first that is present and not null counts.
+
+    Attributes:
+        content: the object.
+        where: its file and place, for messages.
+        defaults: values of fields that may be absent (by first spelling).
+    """
+
+    content: dict[str, Any]
+    where: str
+    defaults: dict[str, Any]
+
+    def raw(self, name: str) -> Any:
+        """Return the value of a field, or its default, or None when it is absent or null."""
+        spellings = name.split("|")
+        for spelling in spellings:
+            if self.content.get(spelling) is not None:
+                return self.content[spelling]
+        return self.defaults.get(spellings[0])
+
+    def integer(self, name: str, low: int, high: int, default: int = _MISSING) -> int:
+        """Return an integer between `low` and `high`, both allowed."""
+        value = self._value(name, default)
+        if type(value) is not int:
+            raise self.refuse(name, value, f"must be an integer from {low} to {high}")
+        if not low <= value <= high:
+            raise self.refuse(name, value, f"is out of range: use an integer from {low} to {high}")
+        return value
+
+    def number(self, name: str, low: float, high: float, default: float = _MISSING) -> float:
+        """Return a finite number greater than `low` and at most `high`."""
+        value = self._value(name, default)
+        if type(value) not in (int, float) or not low < value <= high or not math.isfinite(value):
+            raise self.refuse(name, value, f"must be a number above {low:g} and at most {high:g}")
+        return float(value)
+
+    def flag(self, name: str, default: bool = _MISSING) -> bool:
+        """Return true or false."""
+        value = self._value(name, default)
+        if type(value) is not bool:
+            raise self.refuse(name, value, "must be true or false")
+        return value
+
+    def string(self, name: str, choices: Sequence[str], default: str = _MISSING) -> str:
+        """Return a string that is one of `choices`."""
+        value = self._value(name, default)
+        if type(value) is not str or value not in choices:
+            raise self.refuse(name, value, f"must be one of: {', '.join(choices)}")
+        return value
+
+    def integers(self, name: str, low: int, high: int, max_length: int) -> tuple[int, ...]:
+        """Return the integers of a list (or of a single integer; none when absent), each between `low` and `high`."""
+        value = self._value(name, [])
+        items = value if isinstance(value, list) else [value]
+        if len(items) > max_length:
+            raise self.refuse(name, value, f"may list at most {max_length} integers")
+        if any(type(item) is not int or not low <= item <= high for item in items):
+            raise self.refuse(name, value, f"must hold integers from {low} to {high}")
+        return tuple(items)
+
+    def section(self, name: str) -> Fields:
+        """Return the fields of a nested object, empty when it is absent."""
+        value = self._value(name, {})
+        if not isinstance(value, dict):
+            raise self.refuse(name, value, "must be an object")
+        return Fields(content=value, where=f"{self.where}: {name.split('|')[0]}", defaults={})
+
+    def refuse(self, name: str, value: object, why: str) -> ConfigError:
+        """Return the error that says `why` the value of a field cannot be."""
+        spelling = next((s for s in name.split("|") if s in self.content), name.split("|")[0])
+        return ConfigError(f"{self.where}: {spelling} = {show(value)} {why}")
+
+    def _value(self, name: str, default: _T) -> Any | _T:
+        value = self.raw(name)
+        if value is not None:
+            return value
+        if default is _MISSING:
+            spelling = " (or ".join(name.split("|")) + ")" * name.count("|")
+            raise ConfigError(f"{self.where}: {spelling} is missing; add it or download the file again")
+        return default
