@@ -1,6 +1,6 @@
 """Which KV blocks of one rank and cache group are free.
 
-Not storage (kvcache/storage.py) and not a policy: it hands out ids and takes them back, the same ids for the same calls.
+Not storage (kvcache/storage.py) and not a policy: it hands out ids and takes them back, same calls same ids.
 Shapes: block ids are i32 arrays `[n]`, each in [0, num_blocks).
 """
 

@@ -1,0 +1,133 @@
+"""Who may come in: what is refused at the door, the queue of those who wait, and which rank takes the next one.
+
+Not planning of a running batch (runtime/scheduler.py). A refusal is one line with the numbers and the fix.
+Units: tokens, blocks; arrays are [W], one entry a rank.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from .policy import Precedence, precedence
+from .request import Request
+from .scheduler_config import SchedulerConfig
+
+
+class AdmissionError(ValueError):
+    """A request that cannot be taken; the text names what was asked, what there is, and the fix."""
+
+
+class QueueFullError(AdmissionError):
+    """A request that could be taken later: too many wait already."""
+
+
+def check_fits(request: Request, config: SchedulerConfig) -> int:
+    """Return the total length at which `request` ends; raise AdmissionError if it could never run to there.
+
+    Without `max_tokens` a request may fill the context, or the whole pool of a rank if that is less.
+    """
+    prompt, asked = len(request.prompt_token_ids), request.params.max_tokens
+    if prompt < 1:
+        raise AdmissionError("prompt has 0 tokens; send at least 1")
+    if prompt >= config.max_model_len:
+        raise AdmissionError(
+            f"prompt has {prompt} tokens, but max_model_len is {config.max_model_len}, output included; "
+            f"shorten the prompt to at most {config.max_model_len - 1} tokens"
+        )
+    if asked is not None and prompt + asked > config.max_model_len:
+        raise AdmissionError(
+            f"prompt of {prompt} tokens and max_tokens={asked} make {prompt + asked}, but max_model_len is "
+            f"{config.max_model_len}; lower max_tokens to at most {config.max_model_len - prompt}"
+        )
+    # The last token is never fed back, so it needs no KV.
+    most = min(config.max_model_len, config.capacity_tokens + 1)
+    length = most if asked is None else prompt + asked
+    if length > most or length <= prompt:
+        need = config.blocks_for(max(length - 1, prompt))
+        room = most - prompt
+        fix = f"lower max_tokens to at most {room}" if room > 0 else f"shorten the prompt to at most {most - 1} tokens"
+        raise AdmissionError(
+            f"prompt of {prompt} tokens and max_tokens={asked} need {need} KV blocks of {config.block_size} tokens, "
+            f"but a rank has {config.num_blocks} ({config.capacity_tokens} tokens, none reserved); {fix}, or give the "
+            f"server more KV memory"
+        )
+    return length
+
+
+class WaitingQueue:
+    """Requests in order of precedence, each at most once."""
+
+    def __init__(self, policy: str) -> None:
+        self._policy = policy
+        self._keys: list[Precedence] = []
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def push(self, request: Request) -> None:
+        """Add `request` at its place."""
+        key = precedence(request, self._policy)
+        at = bisect.bisect_left(self._keys, key)
+        self._keys.insert(at, key)
+        self._requests.insert(at, request)
+
+    def first(self) -> Request | None:
+        """Return the next request to be served, or None."""
+        return self._requests[0] if self._requests else None
+
+    def remove(self, request: Request) -> None:
+        """Take `request` out, wherever it stands."""
+        at = bisect.bisect_left(self._keys, precedence(request, self._policy))
+        assert self._requests[at] is request, f"{request.request_id} is not in the queue"
+        del self._keys[at], self._requests[at]
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless the queue is strictly ordered and agrees with its requests."""
+        keys = [precedence(request, self._policy) for request in self._requests]
+        assert keys == self._keys, "a key does not belong to its request"
+        assert all(a < b for a, b in itertools.pairwise(keys)), "the queue is out of order"
+
+
+@dataclass
+class RankLoads:
+    """What each rank could still take in this step; `choose` reads it, `take` books an admission.
+
+    Attributes:
+        free_slots: slots without a sequence; 0 for a rank that must not admit in this step.
+        spare_blocks: free blocks, less what running prompts will still need and what decodes need in this step.
+        num_sequences: sequences that run.
+        worst_blocks: blocks that they hold if all run to their full length.
+        token_work: tokens that they still have to run.
+        num_blocks: blocks of a rank.
+    """
+
+    free_slots: np.ndarray
+    spare_blocks: np.ndarray
+    num_sequences: np.ndarray
+    worst_blocks: np.ndarray
+    token_work: np.ndarray
+    num_blocks: int
+
+    def choose(self, *, prompt_blocks: int, worst_blocks: int) -> int:
+        """Return the rank with the least token work that has room (ties: the lowest), or -1.
+
+        A rank has room if all its sequences could run to their full length, or else if, after the prompt, a spare block
+        for each sequence is left: so an admission is not answered with a preemption a few steps later.
+        """
+        never_short = self.worst_blocks + worst_blocks <= self.num_blocks
+        headroom = self.spare_blocks - prompt_blocks > self.num_sequences
+        ranks = np.flatnonzero((self.free_slots > 0) & (never_short | headroom))
+        return int(ranks[np.argmin(self.token_work[ranks])]) if ranks.size else -1
+
+    def take(self, rank: int, *, prompt_blocks: int, worst_blocks: int, token_work: int) -> None:
+        """Book one sequence on `rank`."""
+        self.free_slots[rank] -= 1
+        self.spare_blocks[rank] -= prompt_blocks
+        self.num_sequences[rank] += 1
+        self.worst_blocks[rank] += worst_blocks
+        self.token_work[rank] += token_work

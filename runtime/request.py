@@ -1,0 +1,92 @@
+"""One request as the scheduler sees it, from arrival to its last token.
+
+Not the wire form (runtime/messages.py) and not text: token ids in, token ids out.
+Units: tokens; `arrival` and `first_scheduled` are seconds of the engine's monotonic clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from .params import SamplingParams
+from .plan import TokenLogprobs
+
+
+class RequestState(Enum):
+    """Where a request is; every request moves down this list, and from RETURNING back to WAITING."""
+
+    WAITING = "waiting"  # in the queue, holds nothing
+    RUNNING = "running"  # has a slot and blocks of a rank
+    RETURNING = "returning"  # was preempted; waits for the tokens of steps in flight
+    LEAVING = "leaving"  # its last token is planned and its slot is free again; waits for the tokens in flight
+    FINISHED = "finished"  # the scheduler has forgotten it
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What was asked for and what became of it so far.
+
+    Attributes:
+        request_id: unique among live requests.
+        prompt_token_ids: i32 [n], at least one.
+        params: how to choose tokens and when to end.
+        seed: of its random choices; `params.seed` or one drawn at arrival.
+        priority: lower runs first under the `priority` policy.
+        arrival: when it came; orders requests of equal priority, ties by `request_id`.
+        generated: tokens applied so far.
+        max_length: total tokens at which it ends with `length`; set by `Scheduler.add`.
+        state: see `RequestState`.
+        sequence_id: its current (or last) sequence; -1 before the first admission.
+        rank, slot: where that sequence runs (or ran).
+        last_step: last step planned for that sequence before it lost its slot.
+        first_scheduled: when its first step was planned; 0 before.
+        num_preemptions: how often it lost its slot to others.
+    """
+
+    request_id: str
+    prompt_token_ids: np.ndarray
+    params: SamplingParams
+    seed: int = 0
+    priority: int = 0
+    arrival: float = 0.0
+    generated: list[int] = field(default_factory=list)
+    max_length: int = 0
+    state: RequestState = RequestState.WAITING
+    sequence_id: int = -1
+    rank: int = -1
+    slot: int = -1
+    last_step: int = -1
+    first_scheduled: float = 0.0
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: the prompt and what was generated."""
+        return len(self.prompt_token_ids) + len(self.generated)
+
+    def token_ids(self) -> np.ndarray:
+        """Return all known tokens, i32 [num_tokens]."""
+        prompt = np.asarray(self.prompt_token_ids, np.int32)
+        return np.concatenate([prompt, np.array(self.generated, np.int32)]) if self.generated else prompt
+
+
+@dataclass(slots=True, eq=False)
+class SequenceUpdate:
+    """What one applied step brought for one request.
+
+    Attributes:
+        request: whose; `request.generated` holds the tokens already.
+        token_ids: new tokens, in order.
+        logprobs: one entry a new token, empty when not asked.
+        finish_reason: None, `stop`, `length` or `error`; when set, the scheduler has forgotten the request.
+        error: what went wrong when it is `error`.
+    """
+
+    request: Request
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    finish_reason: str | None = None
+    error: str | None = None

@@ -1,0 +1,292 @@
+"""The scheduler of one expert-parallel group: which tokens run next on every rank, and what became of them.
+
+Not execution and not text: it turns requests into `StepPlan`s and `StepResult`s into updates, with numpy and no device.
+Units: tokens, blocks, steps. `schedule` may run ahead of `apply` by any number of steps; the engine uses two.
+
+A step: every sequence past its prompt decodes one token (implicit in the plan); what is left of each rank's row budget
+goes to prompts in chunks. Lengths are known ahead; only end tokens, stop strings and aborts come as a surprise, and a
+sequence that ends so may have rows planned that the worker drops, or tokens in flight that are ignored here.
+
+Progress: the first sequence of a rank in precedence is never preempted and fits the pool alone, so it always ends; the
+queue is served strictly in order, so the first in it always comes in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from . import scheduler_step as steps
+from .admission import AdmissionError, QueueFullError, WaitingQueue, check_fits
+from .batch_state import DECODE, BatchState
+from .plan import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, RankResult, StepPlan, StepResult, TokenLogprobs, unpack
+from .policy import precedence, step_header
+from .request import Request, RequestState, SequenceUpdate
+from .scheduler_config import SchedulerConfig
+
+__all__ = ["AdmissionError", "QueueFullError", "Request", "Scheduler", "SchedulerConfig", "SequenceUpdate"]
+
+
+class Scheduler:
+    """Three verbs: `add` requests, `schedule` a step, `apply` its result; and `abort` or `finish` at any time.
+
+    Args:
+        config: the limits.
+        clock: seconds; stamps `Request.first_scheduled`.
+
+    Attributes:
+        epoch: number of the membership, written into every header.
+        num_preemptions: how many sequences lost their slot to others so far.
+    """
+
+    def __init__(self, config: SchedulerConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.epoch = 0
+        self.num_preemptions = 0
+        self._clock = clock
+        self._batch = BatchState(config)
+        self._queue = WaitingQueue(config.policy)
+        self._requests: dict[str, Request] = {}  # all that are not finished
+        self._departed: dict[int, Request] = {}  # RETURNING and LEAVING by sequence id: tokens of theirs are in flight
+        self._returning: list[Request] = []
+        self._released: list[list[int]] = [[] for _ in range(config.num_ranks)]  # slots that workers must still forget
+        self._next_sequence_id = 0
+        self._next_step = 0
+        self._last_applied_step = -1
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+    def add(self, request: Request) -> None:
+        """Queue `request`, or raise AdmissionError if it can never run, QueueFullError if too many wait."""
+        if request.request_id in self._requests:
+            raise AdmissionError(f"request_id {request.request_id!r} is already in use; choose another")
+        max_length = check_fits(request, self.config)
+        if self.num_waiting >= self.config.max_queued_requests:
+            raise QueueFullError(
+                f"{self.num_waiting} requests wait already and max_queued_requests is "
+                f"{self.config.max_queued_requests}; try again later or raise it"
+            )
+        request.max_length = max_length
+        request.state = RequestState.WAITING
+        self._requests[request.request_id] = request
+        self._queue.push(request)
+
+    def abort(self, request_id: str) -> bool:
+        """Forget a request in any state and free what it holds; False if there is no such request (any more)."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._forget(request)
+        return True
+
+    def finish(self, request_id: str) -> bool:
+        """End a request whose text is complete (a stop string); tokens in flight are ignored. Returns as `abort`."""
+        return self.abort(request_id)
+
+    # --- planning ----------------------------------------------------------------------------------------------------
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step of all ranks and book it as done; None when there is nothing to run now."""
+        return self._plan(snapshot=False)
+
+    def snapshot(self) -> StepPlan:
+        """Plan the next step in a form that rebuilds every rank's batch from nothing (see `StepHeader.snapshot`).
+
+        It restores slots, tokens, lengths, sampling state and block tables, and then runs the step; KV itself is not
+        in it. All results must have been applied. With nothing to run it is an idle step that empties the batches.
+        """
+        if self.num_in_flight:
+            raise RuntimeError(f"{self.num_in_flight} steps are in flight; apply their results before a snapshot")
+        plan = self._plan(snapshot=True)
+        assert plan is not None
+        return plan
+
+    def _plan(self, *, snapshot: bool) -> StepPlan | None:
+        batch, eos = self._batch, self.config.eos_token_ids
+        self._let_go()
+        self._take_back()
+        decoding, growing = self._make_room()
+        admitted = self._admit(growing)
+        draft = steps.StepDraft(decoding, growing, steps.draft_chunks(batch, decoding=decoding, growing=growing))
+        if draft.is_empty and not snapshot:
+            assert not self.num_running, "sequences are in slots, but none can run"
+            return None
+        grants = steps.commit(batch, draft)
+        if snapshot:
+            ranks = steps.snapshot_plans(batch, draft, eos)
+        else:
+            ranks = steps.delta_plans(draft, released=self._released, admitted=admitted, grants=grants, eos=eos)
+        self._released = [[] for _ in ranks]
+        header = step_header(
+            ranks, step=self._next_step, epoch=self.epoch, exchange=self.config.exchange, snapshot=snapshot
+        )
+        self._next_step += 1
+        return StepPlan(header=header, ranks=ranks)
+
+    def _let_go(self) -> None:
+        """Free slots and blocks of sequences whose last token is planned: workers run steps in order."""
+        batch = self._batch
+        for rank, slot in np.argwhere((batch.phase == DECODE) & (batch.computed >= batch.limit)).tolist():
+            self._depart(batch.request_at(rank, slot), RequestState.LEAVING)
+
+    def _take_back(self) -> None:
+        """Queue preempted requests all of whose tokens are known by now."""
+        for request in [r for r in self._returning if r.last_step <= self._last_applied_step]:
+            self._returning.remove(request)
+            del self._departed[request.sequence_id]
+            request.state = RequestState.WAITING
+            self._queue.push(request)
+
+    def _make_room(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return who decodes and who needs a block for it, after preempting where a rank has too few."""
+        batch = self._batch
+        decoding = batch.phase == DECODE
+        growing = batch.growing(decoding)
+        for rank in np.flatnonzero(growing.sum(1) > batch.free_blocks).tolist():
+            while growing[rank].sum() > batch.free_blocks[rank]:
+                victim = max(batch.running(rank), key=lambda request: precedence(request, self.config.policy))
+                decoding[rank, victim.slot] = growing[rank, victim.slot] = False
+                self._depart(victim, RequestState.RETURNING)
+                self._returning.append(victim)
+                victim.num_preemptions += 1
+                self.num_preemptions += 1
+        return decoding, growing
+
+    def _admit(self, growing: np.ndarray) -> list[list[Request]]:
+        """Place waiting requests in strict order, until one has no room; return those of each rank."""
+        admitted: list[list[Request]] = [[] for _ in range(self.config.num_ranks)]
+        if not self._queue:
+            return admitted
+        blocked = np.zeros(self.config.num_ranks, np.bool_)
+        blocked[[request.rank for request in self._returning]] = True  # their blocks are not for those behind them
+        loads = steps.rank_loads(self._batch, growing=growing, blocked=blocked)
+        while (request := self._queue.first()) is not None:
+            prompt_blocks = self.config.blocks_for(request.num_tokens)
+            worst_blocks = self.config.blocks_for(request.max_length - 1)
+            rank = loads.choose(prompt_blocks=prompt_blocks, worst_blocks=worst_blocks)
+            if rank < 0:
+                break
+            work = steps.token_work(request)
+            loads.take(rank, prompt_blocks=prompt_blocks, worst_blocks=worst_blocks, token_work=work)
+            self._queue.remove(request)
+            slot = self._batch.free_slot(rank)
+            self._batch.occupy(request, rank=rank, slot=slot, sequence_id=self._next_sequence_id)
+            self._next_sequence_id += 1
+            request.state = RequestState.RUNNING
+            request.first_scheduled = request.first_scheduled or self._clock()
+            admitted[rank].append(request)
+        return admitted
+
+    # --- results -----------------------------------------------------------------------------------------------------
+    def apply(self, result: StepResult) -> list[SequenceUpdate]:
+        """Book the outcome of the oldest step in flight; return one update for each sequence that it brought on."""
+        if result.step != self._last_applied_step + 1 or not self.num_in_flight:
+            raise RuntimeError(f"result of step {result.step}, but step {self._last_applied_step + 1} is next")
+        self._last_applied_step = result.step
+        updates: list[SequenceUpdate] = []
+        for rank, outcome in enumerate(result.ranks):
+            if outcome.slots:
+                self._apply_rank(rank, outcome, updates)
+        return updates
+
+    def _apply_rank(self, rank: int, outcome: RankResult, updates: list[SequenceUpdate]) -> None:
+        slots, ids = unpack(outcome.slots), unpack(outcome.sequence_ids, "<i8")
+        current = self._batch.sequence_id[rank, slots] == ids
+        logprobs = {entry.sequence_id: entry for entry in outcome.logprobs}
+        tokens, flags = unpack(outcome.tokens), unpack(outcome.flags, "u1")
+        rows = zip(slots.tolist(), ids.tolist(), tokens.tolist(), flags.tolist(), current.tolist(), strict=True)
+        for slot, sequence_id, token, flag, is_current in rows:
+            request = self._batch.requests[rank][slot] if is_current else self._departed.get(sequence_id)
+            if request is not None:  # else it was aborted or finished with this token in flight
+                updates.append(self._advance(request, token, flag, logprobs.get(sequence_id)))
+
+    def _advance(self, request: Request, token: int, flag: int, logprobs: TokenLogprobs | None) -> SequenceUpdate:
+        if flag == FINISH_ERROR:
+            self._forget(request)
+            error = "the model's output for this request was not finite (NaN or infinite logits)"
+            return SequenceUpdate(request, [], [], "error", error)
+        request.generated.append(token)
+        reason = "stop" if flag == FINISH_STOP else "length" if flag == FINISH_LENGTH else None
+        if reason is not None:
+            self._forget(request)
+        return SequenceUpdate(request, [token], [logprobs] if logprobs is not None else [], reason)
+
+    # --- leaving -----------------------------------------------------------------------------------------------------
+    def _depart(self, request: Request, state: RequestState) -> None:
+        """Take a running request out of its slot while tokens of it may be in flight."""
+        self._vacate(request)
+        request.state = state
+        request.last_step = self._next_step - 1
+        self._departed[request.sequence_id] = request
+
+    def _forget(self, request: Request) -> None:
+        """Free whatever `request` holds, in any state."""
+        if request.state is RequestState.RUNNING:
+            self._vacate(request)
+        elif request.state is RequestState.WAITING:
+            self._queue.remove(request)
+        else:
+            del self._departed[request.sequence_id]
+            if request.state is RequestState.RETURNING:
+                self._returning.remove(request)
+        request.state = RequestState.FINISHED
+        del self._requests[request.request_id]
+
+    def _vacate(self, request: Request) -> None:
+        self._released[request.rank].append(request.slot)
+        self._batch.vacate(request)
+
+    # --- figures -----------------------------------------------------------------------------------------------------
+    @property
+    def num_running(self) -> int:
+        """Sequences in slots."""
+        return int(np.count_nonzero(self._batch.phase))
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a slot that still want one."""
+        return len(self._queue) + len(self._returning)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps planned whose results have not been applied."""
+        return self._next_step - 1 - self._last_applied_step
+
+    @property
+    def has_work(self) -> bool:
+        """True while a request is unfinished or a step is in flight."""
+        return bool(self._requests) or self.num_in_flight > 0
+
+    @property
+    def running_per_rank(self) -> tuple[int, ...]:
+        """Sequences in slots of each rank."""
+        return tuple(np.count_nonzero(self._batch.phase, axis=1).tolist())
+
+    @property
+    def used_blocks_per_rank(self) -> tuple[int, ...]:
+        """KV blocks in use on each rank, over one cache group."""
+        return tuple((self.config.num_blocks - self._batch.free_blocks).tolist())
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when queue, batch and books contradict each other."""
+        self._batch.check_invariants()
+        self._queue.check_invariants()
+        by_state = {state: 0 for state in RequestState}
+        for request_id, request in self._requests.items():
+            assert request.request_id == request_id
+            by_state[request.state] += 1
+            assert request.num_tokens < request.max_length, f"{request_id} has all its tokens"
+        assert by_state[RequestState.FINISHED] == 0
+        assert by_state[RequestState.WAITING] == len(self._queue)
+        assert by_state[RequestState.RUNNING] == self.num_running
+        assert by_state[RequestState.RETURNING] == len(self._returning)
+        assert by_state[RequestState.RETURNING] + by_state[RequestState.LEAVING] == len(self._departed)
+        for sequence_id, request in self._departed.items():
+            assert request.sequence_id == sequence_id
+            assert request.state in (RequestState.RETURNING, RequestState.LEAVING)
+            if request.state is RequestState.LEAVING:
+                assert request.last_step > self._last_applied_step, f"{request.request_id} never got its last token"
+        for slots in self._released:
+            assert len(slots) == len(set(slots)), "a slot was released twice between two plans"
+        if not self._requests:
+            assert not any(self.used_blocks_per_rank), "blocks are in use, but nobody holds them"

@@ -1,0 +1,169 @@
+"""The decisions of one step while they are made, and how they become the plans of all ranks.
+
+Not the order of things (scheduler.py): functions over `BatchState` that size chunks, weigh ranks and write plans.
+Shapes: W ranks, S slots a rank; units are tokens and blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .admission import RankLoads
+from .batch_state import DECODE, FREE, PREFILL, BatchState
+from .plan import Admission, Chunk, RankPlan, SamplingState, pack
+from .policy import precedence, share_tokens
+from .request import Request
+
+# Outputs mostly end before their limit, so what a sequence might still generate beyond this does not count as work.
+OUTPUT_HORIZON_TOKENS = 256
+
+
+@dataclass
+class StepDraft:
+    """What a step will run.
+
+    Attributes:
+        decoding: [W, S] bool, sequences that decode one token.
+        growing: [W, S] bool, those of them that need another block for it.
+        chunks: for each rank, its prompt pieces in order of slot.
+    """
+
+    decoding: np.ndarray
+    growing: np.ndarray
+    chunks: list[list[Chunk]]
+
+    @property
+    def is_empty(self) -> bool:
+        """True when no rank has a row to run."""
+        return not (self.decoding.any() or any(self.chunks))
+
+
+def token_work(request: Request) -> int:
+    """Return the tokens that a rank takes on with `request`: its known ones, and its output as far as the horizon."""
+    return request.num_tokens + min(request.max_length - request.num_tokens, OUTPUT_HORIZON_TOKENS)
+
+
+def rank_loads(batch: BatchState, *, growing: np.ndarray, blocked: np.ndarray) -> RankLoads:
+    """Measure every rank before admission; ranks in `blocked` [W] bool get no free slot. `growing` as in StepDraft."""
+    config, taken = batch.config, batch.phase != FREE
+    owed = np.where(batch.phase == PREFILL, -(-batch.known // config.block_size) - batch.held, 0)
+    prompt_left = batch.known - np.minimum(batch.computed, batch.known)
+    output_left = batch.limit + 1 - np.maximum(batch.computed, batch.known)
+    work = np.where(taken, prompt_left + np.minimum(output_left, OUTPUT_HORIZON_TOKENS), 0)
+    num_sequences = taken.sum(1)
+    return RankLoads(
+        free_slots=np.where(blocked, 0, config.max_num_seqs - num_sequences),
+        spare_blocks=batch.free_blocks - growing.sum(1) - owed.sum(1),
+        num_sequences=num_sequences,
+        worst_blocks=np.where(taken, -(-batch.limit // config.block_size), 0).sum(1),
+        token_work=work.sum(1),
+        num_blocks=config.num_blocks,
+    )
+
+
+def draft_chunks(batch: BatchState, *, decoding: np.ndarray, growing: np.ndarray) -> list[list[Chunk]]:
+    """Share what decodes leave of each rank's rows and blocks among its prompts."""
+    config = batch.config
+    chunks: list[list[Chunk]] = [[] for _ in range(config.num_ranks)]
+    prefilling = batch.phase == PREFILL
+    for rank in np.flatnonzero(prefilling.any(1)).tolist():
+        requests = [batch.request_at(rank, slot) for slot in np.flatnonzero(prefilling[rank]).tolist()]
+        requests.sort(key=lambda request: precedence(request, config.policy))
+        slots = [request.slot for request in requests]
+        needs = (batch.known[rank, slots] - batch.computed[rank, slots]).tolist()
+        if config.max_chunk_tokens is not None:
+            needs = [min(need, config.max_chunk_tokens) for need in needs]
+        shares = share_tokens(needs, config.max_num_batched_tokens - int(decoding[rank].sum()))
+        spare_blocks = int(batch.free_blocks[rank] - growing[rank].sum())
+        for slot, share in zip(slots, shares, strict=True):
+            start, held = int(batch.computed[rank, slot]), int(batch.held[rank, slot])
+            # Decodes may have grown into blocks that this prompt was counted for: it takes what is left and goes on
+            # when they end or are preempted.
+            size = min(share, (held + spare_blocks) * config.block_size - start)
+            if size <= 0:
+                continue
+            spare_blocks -= config.blocks_for(start + size) - held
+            samples = start + size == int(batch.known[rank, slot])
+            chunks[rank].append(Chunk(slot=slot, start=start, num_tokens=size, samples=samples))
+        chunks[rank].sort(key=lambda chunk: chunk.slot)
+    return chunks
+
+
+def commit(batch: BatchState, draft: StepDraft) -> list[bytes]:
+    """Book the step in `batch`; return each rank's grants (see `BatchState.grant`)."""
+    ranks, slots = np.nonzero(draft.growing)
+    places = [np.stack([ranks, slots, batch.held[ranks, slots]])]  # [3, n] each
+    np.add(batch.computed, draft.decoding, out=batch.computed, casting="unsafe")
+    for rank, chunks in enumerate(draft.chunks):
+        for chunk in chunks:
+            end = chunk.start + chunk.num_tokens
+            batch.computed[rank, chunk.slot] = end
+            if chunk.samples:
+                batch.phase[rank, chunk.slot] = DECODE
+            indices = np.arange(int(batch.held[rank, chunk.slot]), batch.config.blocks_for(end))
+            places.append(np.stack([np.full_like(indices, rank), np.full_like(indices, chunk.slot), indices]))
+    if len(places) == 1:
+        return batch.grant(*places[0])
+    merged = np.concatenate(places, axis=1)
+    return batch.grant(*merged[:, np.argsort(merged[0], kind="stable")])
+
+
+def admission(request: Request, eos_token_ids: tuple[int, ...], *, num_computed_tokens: int = 0) -> Admission:
+    """Return what a worker needs to know of `request`, which sits in its slot already."""
+    params = request.params
+    return Admission(
+        slot=request.slot,
+        sequence_id=request.sequence_id,
+        tokens=pack(request.token_ids()),
+        max_length=request.max_length,
+        sampling=SamplingState(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            seed=request.seed,
+            num_logprobs=-1 if params.logprobs is None else params.logprobs,
+            eos_token_ids=() if params.ignore_eos else eos_token_ids,
+        ),
+        num_computed_tokens=num_computed_tokens,
+    )
+
+
+def delta_plans(
+    draft: StepDraft,
+    *,
+    released: list[list[int]],
+    admitted: list[list[Request]],
+    grants: list[bytes],
+    eos: tuple[int, ...],
+) -> tuple[RankPlan, ...]:
+    """Write the plan of each rank as what changes (see `RankPlan`)."""
+    return tuple(
+        RankPlan(
+            released=pack(np.array(released[rank])) if released[rank] else b"",
+            admitted=tuple(admission(request, eos) for request in admitted[rank]),
+            grants=grants[rank],
+            chunks=tuple(draft.chunks[rank]),
+            num_decodes=num_decodes,
+        )
+        for rank, num_decodes in enumerate(draft.decoding.sum(1).tolist())
+    )
+
+
+def snapshot_plans(batch: BatchState, draft: StepDraft, eos: tuple[int, ...]) -> tuple[RankPlan, ...]:
+    """Write the plan of each rank as all that it must hold, after `commit` of `draft`, with nothing in flight."""
+    plans = []
+    for rank in range(batch.config.num_ranks):
+        chunks = {chunk.slot: chunk for chunk in draft.chunks[rank]}
+        for slot in np.flatnonzero(draft.decoding[rank]).tolist():
+            start = int(batch.computed[rank, slot]) - 1
+            chunks[slot] = Chunk(slot=slot, start=start, num_tokens=1, samples=True)
+        admitted = []
+        for request in batch.running(rank):
+            chunk = chunks.get(request.slot)
+            computed = chunk.start if chunk else int(batch.computed[rank, request.slot])
+            admitted.append(admission(request, eos, num_computed_tokens=computed))
+        ordered = tuple(chunks[slot] for slot in sorted(chunks))
+        plans.append(RankPlan(admitted=tuple(admitted), grants=batch.table_rows(rank), chunks=ordered))
+    return tuple(plans)
