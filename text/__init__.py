@@ -1,1 +1,8 @@
-"""Tokeniser, chat template, incremental detokeniser and stop matcher; no torch (level 1)."""
+"""Text in, tokens out and back: tokenizer, chat template, incremental detokenizer, stop matcher (level 1, no torch)."""
+
+from .chat_template import ChatTemplate, TemplateError
+from .detokenizer import Detokenizer
+from .stop import StopMatcher
+from .tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["ChatTemplate", "Detokenizer", "StopMatcher", "TemplateError", "Tokenizer", "load_tokenizer"]

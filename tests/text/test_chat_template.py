@@ -1,0 +1,109 @@
+"""ChatTemplate: what templates expect, what they may not do, and how their mistakes are told."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from moewe.text import ChatTemplate, TemplateError, sandbox
+
+HI = [{"role": "user", "content": "hi"}]
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def render(source: str, messages: list[dict] = HI, **kwargs: object) -> str:
+    return ChatTemplate(source, variables={"bos_token": "<s>"}).render(messages, **kwargs)
+
+
+def test_renders_as_transformers_does() -> None:
+    assert render(CHATML) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert render(CHATML, add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|>\n"
+    assert render("{{ bos_token }}{{ style }}", style="dry") == "<s>dry"
+    assert (
+        render("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}")
+        == "1"
+    )
+    assert render("{% macro f(x) %}[{{ x }}]{% endmacro %}{{ f(messages[0].content) ~ 'b' }}") == "[hi]b"
+    assert render("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}") == "hi"
+    assert render("{{ {'a': 'ö'} | tojson }}") == '{"a": "ö"}'
+    assert render("{% set x | trim %} {{ messages[0].content }} {% endset %}{{ x }}") == "hi"
+    assert render("{{ messages | map(attribute='content') | join(',') }}{{ 'a-b'.replace('-', '+') }}") == "hia+b"
+    assert render("{% for m in messages %}{{ m.content }}{% break %}{% endfor %}") == "hi"
+
+
+def test_text_parts_and_missing_content_are_texts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render("{{ messages[0].content + '|' + messages[1]['content'] }}",
+                  [{"role": "user", "content": parts}, {"role": "assistant", "content": None}]) == "a\nb|"  # fmt: skip
+
+
+def test_syntax_error_is_known_at_start_and_told_at_use() -> None:
+    template = ChatTemplate("{{ messages[0].content ")
+    assert template.problem is not None and "does not compile" in template.problem
+    with pytest.raises(TemplateError, match="does not compile"):
+        template.render(HI)
+
+
+def test_refusal_of_the_template_is_its_message() -> None:
+    with pytest.raises(TemplateError, match=r"^roles must alternate$"):
+        render("{{ raise_exception('roles must alternate') }}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__base__.__subclasses__() }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__()[0].__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ raise_exception.__globals__.time }}",
+        "{{ strftime_now.__code__.co_code }}",
+        "{{ messages.append(1) }}",
+        "{{ messages.clear() }}",
+        "{{ lipsum.__globals__ }}",
+        "{{ messages[0].content.no.such }}",
+    ],
+)
+def test_no_way_out_of_the_sandbox(source: str) -> None:
+    with pytest.raises(TemplateError):
+        render(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(1000000000) %}{% endfor %}",
+        "{% set _tick = dict %}{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 'a' * 1000000000 }}",
+        "{{ [0] * 1000000000 }}",
+        "{{ 10 ** 10 ** 10 }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '{:>1000000000}'.format(1) }}",
+        "{{ 'a'.ljust(1000000000) }}",
+        "{{ 'a' | center(1000000000) }}",
+        "{{ '\\n' | indent(1000000000, true, true) }}",
+        "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x.replace('a', n.x) %}{% endfor %}",
+        "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = [n.x, n.x] | join(n.x) %}{% endfor %}",
+        "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set y %}{{ n.x }}{{ n.x }}{% endset %}"
+        "{% set n.x = y %}{% endfor %}",
+        "{% set x = 'a' * 1000000 %}{% for i in range(100) %}{{ x }}{% endfor %}",
+    ],
+)
+def test_no_template_runs_or_grows_without_end(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "MAX_CPU_SECONDS", 0.2)
+    start = time.thread_time()
+    with pytest.raises(TemplateError):
+        render(source)
+    assert time.thread_time() - start < 10
+
+
+def test_error_of_the_data_is_one_line() -> None:
+    with pytest.raises(TemplateError, match="chat template") as caught:
+        render("{{ messages[0]['content'] + 1 }}")
+    assert "\n" not in str(caught.value)

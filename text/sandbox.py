@@ -1,0 +1,228 @@
+"""The Jinja environment for templates that nobody vouches for: no way out, no endless loop, no exploding text.
+
+Not the rendering (text/chat_template.py). On top of Jinja's immutable sandbox every loop round, macro call and captured
+block is metered, and whatever can multiply the size of a value is bounded before it runs.
+Units: CPU seconds of the calling thread; characters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+MAX_CPU_SECONDS = 2.0
+MAX_CHARACTERS = 16 * 1024 * 1024
+# No honest template repeats, pads or counts further than this.
+MAX_NUMBER = 1_000_000
+_HUGE_WIDTH = re.compile(r"\d{7,}")
+# Each can blow up a small input within a single call, and no chat template needs them.
+_REMOVED_FILTERS = ("batch", "center", "slice", "wordwrap", "xmlattr", "urlize", "pprint", "random")
+
+
+class TemplateError(ValueError):
+    """The template does not compile, refuses the conversation or breaks a limit; one line."""
+
+
+_limits = threading.local()
+
+
+@contextmanager
+def metered() -> Iterator[None]:
+    """Give what renders inside, in this thread, MAX_CPU_SECONDS."""
+    _limits.deadline = time.thread_time() + MAX_CPU_SECONDS
+    try:
+        yield
+    finally:
+        _limits.deadline = 0.0
+
+
+class _Metered(NodeTransformer):
+    """Adds a tick to each loop and macro, and bounds what `~` and captured blocks build.
+
+    It does so through filters: unlike a variable, a template can neither see nor replace them.
+    """
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        return self._ticking(node)
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
+        return self._ticking(node)
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _filter(nodes.List(node.nodes), "_concat", node.lineno)
+
+    def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.Node:
+        self.generic_visit(node)
+        node.filter = _filter(node.filter, "_bounded", node.lineno)
+        return node
+
+    def _ticking(self, node: Any) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(_filter(nodes.Const(None), "_tick", node.lineno)).set_lineno(node.lineno))
+        return node  # type: ignore[no-any-return]
+
+
+def _filter(value: nodes.Expr | None, name: str, line: int) -> nodes.Filter:
+    return nodes.Filter(value, name, [], [], None, None).set_lineno(line)  # type: ignore[return-value]
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what an assistant wrote, for training; here its body is simply rendered."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2 wants a plain set
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's immutable sandbox with the limits of this module and the helpers that chat templates expect."""
+
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        for name in _REMOVED_FILTERS:
+            self.filters.pop(name, None)
+        self.globals.pop("lipsum", None)
+        self.filters["tojson"] = _to_json
+        for name in ("indent", "format"):
+            self.filters[name] = _guarded(self.filters[name])
+        self.filters["replace"] = _replace
+        self.filters["join"] = _join
+        self.filters |= {"_bounded": _bounded, "_concat": _concat, "_tick": _tick}
+        self.globals["raise_exception"] = _raise
+        self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = _Metered().visit(super()._parse(source, name, filename))
+        tree.set_environment(self)
+        return tree  # type: ignore[no-any-return]
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Also hide methods that build without bounds."""
+        if isinstance(obj, str) and attr in ("translate", "expandtabs"):
+            return False
+        return super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Also check the widths in the pattern of `str.format`."""
+        owner = getattr(value, "__self__", None)
+        if isinstance(owner, str) and value.__name__ in ("format", "format_map"):
+            check_format(owner)
+        return super().wrap_str_format(value)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Check operands that could make a huge value, then compute."""
+        if operator == "%" and isinstance(left, str):
+            check_format(left)
+        elif operator == "+" and isinstance(left, (str, list)) and isinstance(right, (str, list)):
+            check_size(len(left) + len(right))
+        elif operator == "*":
+            for value, factor in ((left, right), (right, left)):
+                if isinstance(value, (str, list, tuple)) and isinstance(factor, int):
+                    check_number(len(value) * factor)
+        elif operator == "**" and not (_is_small(left) and _is_small(right)):
+            raise TemplateError("chat template raises to a power with numbers beyond 64")
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Check arguments and result of a call that the template makes."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, int):
+                check_number(value)
+        owner, method = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        if isinstance(owner, str):
+            if method == "join" and args:
+                return _join(list(args[0]), owner)
+            elif method == "replace" and len(args) >= 2:
+                return _replace(owner, args[0], args[1], *args[2:])
+        return _bounded(super().call(context, function, *args, **kwargs))
+
+
+def check_number(value: int) -> None:
+    """Refuse a count or width that no honest template needs."""
+    if abs(value) > MAX_NUMBER:
+        raise TemplateError(f"chat template asks for more than {MAX_NUMBER} repetitions or characters")
+
+
+def check_size(characters: int) -> None:
+    """Refuse a value of more than MAX_CHARACTERS."""
+    if characters > MAX_CHARACTERS:
+        raise TemplateError(f"chat template builds a value of more than {MAX_CHARACTERS} characters")
+
+
+def check_format(pattern: str) -> None:
+    """Refuse a format string with an absurd width."""
+    if _HUGE_WIDTH.search(pattern):
+        raise TemplateError("chat template formats with a width of more than six digits")
+
+
+def _is_small(value: Any) -> bool:
+    return isinstance(value, (int, float)) and abs(value) <= 64
+
+
+def one_line(error: object) -> str:
+    """Return a message without line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _tick(_: None) -> None:
+    if time.thread_time() > _limits.deadline:
+        raise TemplateError(f"chat template ran for more than {MAX_CPU_SECONDS:g} s; it may loop for ever")
+
+
+def _concat(values: list[Any]) -> str:
+    return _join(values)
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, str):
+        check_size(len(value))
+    return value
+
+
+def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    def guard(value: Any, *args: Any, **kwargs: Any) -> Any:
+        check_format(str(value)) if function.__name__ == "do_format" else None
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, int):
+                check_number(argument)
+        return function(value, *args, **kwargs)
+
+    return guard
+
+
+def _replace(value: Any, old: str, new: str, count: int = -1) -> str:
+    text = str(value)
+    check_size(len(text) + text.count(old) * len(new))
+    return text.replace(old, new, -1 if count is None else count)
+
+
+def _join(values: Any, separator: str = "", attribute: str | None = None) -> str:
+    texts = [str(value if attribute is None else value[attribute]) for value in values]
+    check_size(sum(map(len, texts)) + len(separator) * len(texts))
+    return separator.join(texts)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    check_number(indent or 0)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(one_line(message))
