@@ -1,0 +1,109 @@
+"""Measures how fast this machine's memory can be read: the ceiling that saturation is a share of.
+
+Not a hardware table and not a counter of a running engine. numpy sums a buffer, without the interpreter lock.
+Units: bytes, bytes/s.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+_MAX_BUFFER_BYTES = 1 << 30
+_MIN_BUFFER_BYTES = 16 << 20
+_FALLBACK_LLC_BYTES = 32 << 20
+_FILL_SECONDS = 0.6
+_PASS_SECONDS = 0.4
+_PIECE_ELEMENTS = (16 << 20) // 8
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """What was measured.
+
+    Attributes:
+        bytes_per_second: best of several passes over the buffer.
+        buffer_bytes: size of the buffer; smaller than wanted where the machine hands out pages slowly.
+        cache_resident: the buffer fits the last-level cache, so that the figure is the cache's and not the memory's.
+    """
+
+    bytes_per_second: float
+    buffer_bytes: int
+    cache_resident: bool
+
+
+@cache
+def llc_bytes() -> int:
+    """Return the size of the last-level cache that the first CPU sees (32 MiB where the kernel does not say)."""
+    sizes: dict[int, int] = {}
+    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        try:
+            level = int((index / "level").read_text())
+            sizes[level] = _parse_size((index / "size").read_text().strip())
+        except (OSError, ValueError):
+            continue  # an entry that the kernel does not fill in says nothing
+    return sizes[max(sizes)] if sizes else _FALLBACK_LLC_BYTES
+
+
+def buffer_size(llc: int, free_bytes: int) -> int:
+    """Return how many bytes to stream: twice the cache, within 1 GiB and an eighth of the free memory.
+
+    Example:
+        >>> buffer_size(64 << 20, 16 << 30) >> 20
+        128
+    """
+    most = max(_MIN_BUFFER_BYTES, min(_MAX_BUFFER_BYTES, free_bytes // 8))
+    return max(_MIN_BUFFER_BYTES, min(2 * llc, most))
+
+
+@cache
+def measure_read_bandwidth(threads: int) -> Bandwidth:
+    """Return how fast `threads` threads together read memory; measured once for the process, in about a second.
+
+    Args:
+        threads: at least 1; each reads its own part of the buffer, which it also touched first.
+    """
+    if threads < 1:
+        raise ValueError(f"threads={threads} is not allowed; use at least 1")
+    num_bytes = buffer_size(llc_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
+    parts = np.array_split(np.empty(num_bytes // 8), threads)
+    best = float("inf")
+    with ThreadPoolExecutor(threads) as pool:
+        parts = list(pool.map(_touched, parts))
+        num_bytes = sum(part.nbytes for part in parts)
+        deadline = time.perf_counter() + _PASS_SECONDS
+        while True:
+            start = time.perf_counter()
+            list(pool.map(np.sum, parts))
+            best = min(best, time.perf_counter() - start)
+            if time.perf_counter() >= deadline:
+                break
+    return Bandwidth(
+        bytes_per_second=num_bytes / best,
+        buffer_bytes=num_bytes,
+        cache_resident=num_bytes <= llc_bytes(),
+    )
+
+
+def _touched(part: np.ndarray) -> np.ndarray:
+    """Write as much of `part` as the time allows and return that much.
+
+    Untouched pages all map to one page of zeros, which would be read from cache.
+    """
+    deadline = time.perf_counter() + _FILL_SECONDS
+    done = 0
+    while done < len(part) and (done == 0 or time.perf_counter() < deadline):
+        part[done : done + _PIECE_ELEMENTS] = 1.0
+        done += _PIECE_ELEMENTS
+    return part[:done]
+
+
+def _parse_size(text: str) -> int:
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    return int(text[:-1]) * units[text[-1]] if text[-1] in units else int(text)
