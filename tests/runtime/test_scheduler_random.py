@@ -1,0 +1,172 @@
+"""The scheduler under thousands of random requests, aborts and tiny pools: exact tokens, no leak, sound books."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from moewe.runtime.scheduler import AdmissionError, QueueFullError, Request, SchedulerConfig
+
+from tests.support.null_worker import EOS, NullEngine, make_request
+
+SHAPES = {
+    "one rank": {"num_ranks": 1, "num_blocks": 40, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16},
+    "tiny pool": {"num_ranks": 2, "num_blocks": 7, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 8},
+    "many ranks": {"num_ranks": 8, "num_blocks": 12, "block_size": 8, "max_num_seqs": 3, "max_num_batched_tokens": 5},
+    "blocks of one": {
+        "num_ranks": 2,
+        "num_blocks": 30,
+        "block_size": 1,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+    },
+    "two groups": {"num_ranks": 2, "num_blocks": 9, "block_size": 4, "max_num_seqs": 5, "max_num_batched_tokens": 5},
+}
+
+
+def config_of(shape: str, **changes: object) -> SchedulerConfig:
+    fields = SHAPES[shape] | {"max_model_len": 60, "eos_token_ids": (EOS,), "exchange": "threads"} | changes
+    if shape == "two groups":
+        fields |= {"num_groups": 2, "max_chunk_tokens": 3}
+    return SchedulerConfig(**fields)
+
+
+def random_request(rng: random.Random, name: str, config: SchedulerConfig, now: float) -> Request:
+    room = min(config.max_model_len, config.capacity_tokens + 1)
+    prompt = rng.randint(1, room - 1) if rng.random() < 0.2 else rng.randint(1, max(1, room // 4))
+    max_tokens = None if rng.random() < 0.1 else rng.randint(1, room - prompt)
+    logprobs = 0 if rng.random() < 0.2 else None
+    return make_request(name, prompt, max_tokens, ignore_eos=rng.random() < 0.5, logprobs=logprobs,
+                        seed=rng.randint(1, 10**6), priority=rng.randint(0, 2), arrival=now)  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_request_gets_exactly_its_tokens(shape: str, depth: int, policy: str):
+    config = config_of(shape, policy=policy)
+    rng = random.Random(f"{shape}{depth}{policy}")
+    engine = NullEngine(config, depth=depth)
+    requests: list[Request] = []
+    gone: list[str] = []
+    while len(requests) < 120 or engine.scheduler.has_work:
+        if len(requests) < 120 and rng.random() < 0.5:
+            for _ in range(rng.randint(1, 4)):
+                requests.append(random_request(rng, f"r{len(requests)}", config, float(engine.num_steps)))
+                engine.add(requests[-1])
+        alive = [r.request_id for r in requests if r.request_id not in engine.reasons and r.request_id not in gone]
+        if alive and rng.random() < 0.1:
+            gone.append(rng.choice(alive))
+            assert engine.scheduler.abort(gone[-1])
+            assert not engine.scheduler.abort(gone[-1])
+        updates = engine.step()
+        for update in updates:  # as if text held a stop string
+            if update.finish_reason is None and rng.random() < 0.01:
+                gone.append(update.request.request_id)
+                assert engine.scheduler.finish(gone[-1])
+                engine.scheduler.check_invariants()
+        assert engine.num_steps < 20_000
+    engine.run(0)
+    engine.check_tokens(requests, except_for=gone)
+    assert {r.request_id for r in requests} == set(gone) | set(engine.reasons)
+    if shape == "tiny pool":
+        assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("shape", ["tiny pool", "many ranks"])
+def test_snapshots_at_random_steps_change_nothing(shape: str):
+    config = config_of(shape)
+    rng = random.Random(shape)
+    requests = [random_request(rng, f"r{i}", config, float(i)) for i in range(60)]
+    plain, other = NullEngine(config, depth=1), NullEngine(config, depth=1)
+    for engine in (plain, other):
+        engine.add(*(make_copy(request) for request in requests))
+    plain.run()
+    while other.scheduler.has_work:
+        if rng.random() < 0.3:
+            other.submit(other.scheduler.snapshot())
+            other.scheduler.check_invariants()
+            other.collect()
+        else:
+            other.step()
+    other.run(0)
+    assert other.tokens == plain.tokens
+    assert other.reasons == plain.reasons
+    assert any(plan.header.snapshot and plan.header.bucket for plan in other.plans)
+
+
+def make_copy(request: Request) -> Request:
+    return Request(request.request_id, request.prompt_token_ids, request.params, seed=request.seed,
+                   priority=request.priority, arrival=request.arrival)  # fmt: skip
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Any order of add, abort, schedule and apply, up to three steps ahead; then everything must drain."""
+
+    @initialize(shape=st.sampled_from(sorted(SHAPES)), policy=st.sampled_from(["fcfs", "priority"]))
+    def start(self, shape: str, policy: str) -> None:
+        self.config = config_of(shape, policy=policy, max_queued_requests=9)
+        self.engine = NullEngine(self.config, errors={seed: 20 for seed in range(0, 1000, 13)})
+        self.requests: list[Request] = []
+        self.gone: list[str] = []
+
+    @rule(
+        prompt=st.integers(0, 70), max_tokens=st.none() | st.integers(1, 70), seed=st.integers(0, 999),
+        priority=st.integers(0, 2), ignore_eos=st.booleans(),
+    )  # fmt: skip
+    def add(self, prompt: int, max_tokens: int | None, seed: int, priority: int, ignore_eos: bool) -> None:
+        name = f"r{len(self.requests)}"
+        request = make_request(name, prompt, max_tokens, seed=seed, priority=priority, ignore_eos=ignore_eos,
+                               arrival=float(len(self.requests) // 3))  # fmt: skip
+        try:
+            self.engine.add(request)
+        except QueueFullError:
+            assert self.engine.scheduler.num_waiting >= 9
+        except AdmissionError as error:
+            assert "\n" not in str(error)
+            room = min(self.config.max_model_len, self.config.capacity_tokens + 1) - prompt
+            assert prompt == 0 or room < (1 if max_tokens is None else max_tokens)
+        else:
+            self.requests.append(request)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from([request.request_id for request in self.requests]))
+        alive = name not in self.engine.reasons and name not in self.gone
+        assert self.engine.scheduler.abort(name) == alive
+        self.engine.scheduler.check_invariants()
+        if alive:
+            self.gone.append(name)
+
+    @precondition(lambda self: len(self.engine.in_flight) < 3)
+    @rule()
+    def schedule(self) -> None:
+        plan = self.engine.scheduler.schedule()
+        self.engine.scheduler.check_invariants()
+        if plan is not None:
+            self.engine.submit(plan)
+
+    @precondition(lambda self: self.engine.in_flight)
+    @rule()
+    def apply(self) -> None:
+        self.engine.collect()
+
+    @precondition(lambda self: not self.engine.in_flight)
+    @rule()
+    def snapshot(self) -> None:
+        self.engine.submit(self.engine.scheduler.snapshot())
+        self.engine.scheduler.check_invariants()
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.run()
+            failed = [name for name, reason in self.engine.reasons.items() if reason == "error"]
+            self.engine.check_tokens(self.requests, except_for=[*self.gone, *failed])
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestSchedulerMachine = SchedulerMachine.TestCase
