@@ -1,0 +1,192 @@
+"""What happened to requests and inside the ranks, as Prometheus reads it.
+
+Not the counting inside ranks (telemetry) and not the names (runtime/metrics_table.py). One object a server process;
+one thread writes. Requests are counted where clients are served, so the numbers are those that clients see.
+Units: seconds of the monotonic clock, tokens, bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from .messages import Delta, Ready, Stats
+from .metrics_ranks import ReplicaMetrics
+from .metrics_table import BY_NAME
+
+REASONS = ("stop", "length", "abort", "error")
+_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+_REQUEST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0, 250.0, 600.0)
+
+
+class Histogram:
+    """Counts of observations under fixed bounds.
+
+    Args:
+        bounds: upper bounds, ascending.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count `value`, `count` times."""
+        value = max(0.0, value)
+        self.counts[next((i for i, bound in enumerate(self.bounds) if value <= bound), len(self.bounds))] += count
+        self.total += value * count
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Return Prometheus buckets: bound and how many observations are no larger."""
+        buckets, running = [], 0
+        for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts):
+            running += count
+            buckets.append((bound, float(running)))
+        return buckets
+
+
+@dataclass
+class RequestTimes:
+    """The life of one accepted prompt; made by `Metrics.submitted`."""
+
+    num_prompt_tokens: int
+    submitted: float
+    first_token: float = 0.0
+    last_token: float = 0.0
+    num_tokens: int = 0
+    queued: bool = True
+    finished: bool = False
+
+
+@dataclass
+class Totals:
+    """Counters of requests since start."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    errors: Counter[int] = field(default_factory=Counter)
+
+
+class Metrics(Collector):
+    """All metrics of a server process.
+
+    Args:
+        version, model, topology: labels of `moewe_info`.
+    """
+
+    def __init__(self, *, version: str, model: str, topology: str) -> None:
+        self._info = (version, model, topology)
+        self.ready = False
+        self.totals = Totals()
+        self.replicas: dict[int, ReplicaMetrics] = {}
+        self._histograms = {
+            "moewe_time_to_first_token_seconds": Histogram(_REQUEST_BUCKETS),
+            "moewe_time_per_output_token_seconds": Histogram(_TOKEN_BUCKETS),
+            "moewe_inter_token_latency_seconds": Histogram(_TOKEN_BUCKETS),
+            "moewe_request_duration_seconds": Histogram(_REQUEST_BUCKETS),
+            "moewe_queue_time_seconds": Histogram(_REQUEST_BUCKETS),
+        }
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def submitted(self, num_prompt_tokens: int) -> RequestTimes:
+        """Note that a prompt was handed to an engine."""
+        return RequestTimes(num_prompt_tokens=num_prompt_tokens, submitted=time.monotonic())
+
+    def observe(self, times: RequestTimes, delta: Delta) -> None:
+        """Note what a delta brought for a request."""
+        if times.finished:
+            return
+        now = time.monotonic()
+        if times.queued and delta.first_scheduled > 0:
+            times.queued = False
+            self._histograms["moewe_queue_time_seconds"].observe(delta.first_scheduled - times.submitted)
+        if delta.token_ids:
+            self._observe_tokens(times, len(delta.token_ids), now)
+        if delta.finish_reason is not None:
+            self.finished(times, delta.finish_reason, now)
+
+    def _observe_tokens(self, times: RequestTimes, count: int, now: float) -> None:
+        if times.num_tokens == 0:
+            self._histograms["moewe_time_to_first_token_seconds"].observe(now - times.submitted)
+            self.totals.prompt_tokens += times.num_prompt_tokens
+            times.first_token = now
+        else:
+            self._histograms["moewe_inter_token_latency_seconds"].observe((now - times.last_token) / count, count)
+        times.last_token = now
+        times.num_tokens += count
+        self.totals.generation_tokens += count
+
+    def finished(self, times: RequestTimes, reason: str, now: float | None = None) -> None:
+        """Note the end of a request, once; `reason` is one of REASONS."""
+        if times.finished:
+            return
+        times.finished = True
+        self.totals.finished[reason] += 1
+        self._histograms["moewe_request_duration_seconds"].observe((now or time.monotonic()) - times.submitted)
+        if times.num_tokens > 1 and reason in ("stop", "length"):
+            mean = (times.last_token - times.first_token) / (times.num_tokens - 1)
+            self._histograms["moewe_time_per_output_token_seconds"].observe(mean)
+
+    def error(self, status: int) -> None:
+        """Note an error answer of a generating route."""
+        self.totals.errors[status] += 1
+
+    def set_ready(self, replica: int, ready: Ready) -> None:
+        """Note what a replica said when it was ready."""
+        self._replica(replica).ready = ready
+
+    def observe_stats(self, replica: int, stats: Stats) -> None:
+        """Note the latest statistics of a replica."""
+        self._replica(replica).observe(stats, time.monotonic())
+
+    def _replica(self, replica: int) -> ReplicaMetrics:
+        return self.replicas.setdefault(replica, ReplicaMetrics(replica))
+
+    def render(self) -> bytes:
+        """Return the Prometheus text form."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing is described ahead of collection."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield every family of the table that has values."""
+        values: dict[str, list[tuple[tuple[str, ...], float]]] = {
+            "moewe_info": [(self._info, 1.0)],
+            "moewe_ready": [((), float(self.ready))],
+            "moewe_requests_finished_total": [((r,), self.totals.finished[r]) for r in REASONS],
+            "moewe_request_errors_total": [((str(s),), n) for s, n in sorted(self.totals.errors.items())],
+            "moewe_prompt_tokens_total": [((), self.totals.prompt_tokens)],
+            "moewe_generation_tokens_total": [((), self.totals.generation_tokens)],
+        }
+        for replica in sorted(self.replicas):
+            for name, labels, value in self.replicas[replica].samples():
+                values.setdefault(name, []).append((labels, value))
+        for metric in BY_NAME.values():
+            if metric.kind == "histogram":
+                histogram = self._histograms[metric.name]
+                family = HistogramMetricFamily(metric.name, metric.meaning)
+                family.add_metric([], histogram.cumulative(), histogram.total)
+                yield family
+            elif metric.name in values:
+                make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+                plain = make(metric.name, metric.meaning, labels=metric.labels)
+                for labels, value in values[metric.name]:
+                    plain.add_metric(labels, value)
+                yield plain

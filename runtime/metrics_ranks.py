@@ -1,0 +1,114 @@
+"""Metrics of the ranks of one replica, from the statistics that its engine sends.
+
+Not the requests' side (runtime/metrics.py). Counters are exported as they come; ratios are taken over a moving window
+of one to two minutes, so that a scrape needs no state of its own.
+Units: bytes, seconds, tokens, blocks; ratios are fractions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..telemetry import COMPONENTS, PHASES, RankCounters
+from .messages import RankStats, Ready, Stats
+from .saturation import expert_imbalance, memory_bytes, saturation
+from .stats import decode_counters
+
+WINDOW_S = 60.0
+Sample = tuple[str, tuple[str, ...], float]
+
+
+class ReplicaMetrics:
+    """The latest numbers of one replica.
+
+    Args:
+        replica: its number, a label.
+    """
+
+    def __init__(self, replica: int) -> None:
+        self.replica = replica
+        self.ready: Ready | None = None
+        self.stats: Stats | None = None
+        self.ranks: list[RankStats] = []
+        self.counters: list[RankCounters] = []
+        self._baseline: list[RankCounters] = []  # where the window begins
+        self._mark: list[RankCounters] = []  # where the next one will
+        self._mark_time = 0.0
+
+    def observe(self, stats: Stats, now: float) -> None:
+        """Take newer statistics; `now` is monotonic seconds."""
+        self.stats = stats
+        if not stats.ranks:
+            return
+        self.ranks = list(stats.ranks)
+        self.counters = [decode_counters(rank) for rank in stats.ranks]
+        if not self._mark_time:
+            self._mark_time = now
+        elif now - self._mark_time >= WINDOW_S:
+            self._baseline, self._mark, self._mark_time = self._mark, self.counters, now
+
+    def ceiling(self, rank: int) -> float:
+        """Return the measured reading speed of a rank, bytes/s; 0 when unknown."""
+        bandwidth = self.ready.memory_bandwidth if self.ready else ()
+        return bandwidth[rank] if rank < len(bandwidth) else 0.0
+
+    def saturation(self, since: list[RankCounters] | None = None) -> np.ndarray:
+        """Return memory saturation, [rank, phase], since earlier counters (the start of the window when None)."""
+        since = self._baseline if since is None else since
+        ratios = np.zeros((len(self.counters), len(PHASES)))
+        for i, counters in enumerate(self.counters):
+            moved, busy = memory_bytes(counters.bytes_moved), counters.busy_seconds
+            if i < len(since):
+                moved, busy = moved - memory_bytes(since[i].bytes_moved), busy - since[i].busy_seconds
+            ceiling = self.ceiling(self.ranks[i].rank)
+            ratios[i] = [saturation(moved[p], busy[p], ceiling) for p in range(len(PHASES))]
+        return ratios
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield (name, label values, value) of every metric that has a `replica` label."""
+        replica = str(self.replica)
+        if self.stats is not None:
+            yield "moewe_requests_running", (replica,), self.stats.num_running
+            yield "moewe_requests_waiting", (replica,), self.stats.num_waiting
+            yield "moewe_preemptions_total", (replica,), self.stats.num_preemptions
+            for rank, running in enumerate(self.stats.running_per_rank):
+                yield "moewe_rank_requests_running", (replica, str(rank)), running
+        if self.ready is not None:
+            for rank, held in enumerate(self.ready.weight_bytes):
+                labels = (replica, str(rank))
+                yield "moewe_weight_bytes", labels, held
+                yield "moewe_memory_bandwidth_ceiling_bytes_per_second", labels, self.ceiling(rank)
+        for stats, counters in zip(self.ranks, self.counters):
+            yield from self._rank_samples(stats, counters)
+        ratios = self.saturation()
+        for i, stats in enumerate(self.ranks):
+            for p, phase in enumerate(PHASES):
+                yield "moewe_memory_saturation_ratio", (replica, str(stats.rank), phase), float(ratios[i, p])
+        if self.counters:
+            by_rank, by_slot = expert_imbalance(self._window_expert_tokens())
+            yield "moewe_expert_imbalance_ratio", (replica, "rank"), by_rank
+            yield "moewe_expert_imbalance_ratio", (replica, "slot"), by_slot
+
+    def _window_expert_tokens(self) -> list[np.ndarray]:
+        if len(self._baseline) != len(self.counters):
+            return [now.expert_tokens for now in self.counters]
+        return [now.expert_tokens - then.expert_tokens for now, then in zip(self.counters, self._baseline)]
+
+    def _rank_samples(self, stats: RankStats, counters: RankCounters) -> Iterator[Sample]:
+        labels = (str(self.replica), str(stats.rank))
+        yield "moewe_kv_blocks_used", labels, stats.used_blocks
+        yield "moewe_kv_blocks", labels, stats.total_blocks
+        yield "moewe_kv_usage_ratio", labels, stats.used_blocks / stats.total_blocks if stats.total_blocks else 0.0
+        yield "moewe_cache_resident", labels, float(stats.cache_resident)
+        yield "moewe_expert_tokens_total", labels, float(counters.expert_tokens.sum())
+        yield "moewe_unowned_expert_ids_total", labels, stats.unowned_ids
+        for p, phase in enumerate(PHASES):
+            yield "moewe_steps_total", (*labels, phase), float(counters.steps[p])
+            yield "moewe_batch_tokens_total", (*labels, phase), float(counters.tokens[p])
+            yield "moewe_busy_seconds_total", (*labels, phase), float(counters.busy_seconds[p])
+            for c, component in enumerate(COMPONENTS):
+                if counters.bytes_moved[p, c]:
+                    amount = float(counters.bytes_moved[p, c])
+                    yield "moewe_memory_bytes_total", (*labels, phase, component), amount

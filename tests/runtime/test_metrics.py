@@ -1,0 +1,152 @@
+"""Metrics: the arithmetic of saturation and imbalance, exact counters, and a document that tells the truth."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from moewe.runtime.messages import Delta, RankStats, Ready, Stats
+from moewe.runtime.metrics import Histogram, Metrics
+from moewe.runtime.metrics_ranks import WINDOW_S, ReplicaMetrics
+from moewe.runtime.metrics_table import BY_NAME, METRICS, markdown_table
+from moewe.runtime.saturation import expert_imbalance, imbalance, memory_bytes, saturation
+from moewe.runtime.stats import encode_counters, rank_stats
+from moewe.telemetry import RankCounters
+from prometheus_client.parser import text_string_to_metric_families
+
+DECODE = 1
+
+
+def counted(rank: int, steps: int) -> RankStats:
+    counters = RankCounters(num_moe_layers=2, num_local_slots=2)
+    for _ in range(steps):
+        counters.begin_step("decode", 3)
+        counters.add_bytes("routed", 1_000)
+        counters.add_bytes("kv", 500)
+        counters.add_bytes("exchange", 7)
+        counters.add_expert_tokens(0, np.array([1 + rank, 1 + rank]))
+        counters.end_step(0.5)
+    return rank_stats(rank, encode_counters(counters), used_blocks=3, total_blocks=12)
+
+
+def ready() -> Ready:
+    return Ready(
+        num_blocks=12, block_size=16, max_model_len=64, max_num_seqs=4, memory_bandwidth=(6_000.0, 3_000.0),
+        weight_bytes=(10, 20), weight_bytes_read=(10, 20), pids=(1, 2),
+    )  # fmt: skip
+
+
+def stats(steps: int) -> Stats:
+    ranks = (counted(0, steps), counted(1, steps))
+    return Stats(num_running=2, num_waiting=1, num_preemptions=4, num_steps=steps, ranks=ranks, running_per_rank=(1, 1))
+
+
+def scrape(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    families = text_string_to_metric_families(metrics.render().decode())
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def test_saturation_is_bytes_over_busy_time_and_ceiling() -> None:
+    assert saturation(5e9, 0.5, 20e9) == 0.5
+    assert saturation(5e9, 0.0, 20e9) == 0.0
+    assert saturation(5e9, 0.5, 0.0) == 0.0
+
+
+def test_memory_bytes_leave_out_links_and_activations() -> None:
+    moved = np.arange(28).reshape(4, 7)
+    assert memory_bytes(moved).tolist() == [10, 45, 80, 115]
+
+
+def test_imbalance_is_the_mean_over_layers_of_busiest_over_mean() -> None:
+    assert imbalance(np.array([[4, 0], [2, 2]])) == 1.5
+    assert imbalance(np.array([[4, 0], [0, 0]])) == 2.0
+    assert imbalance(np.zeros((2, 2))) == imbalance(np.zeros((0, 2))) == 0.0
+    by_rank, by_slot = expert_imbalance([np.array([[3, 1]]), np.array([[0, 0]])])
+    assert (by_rank, by_slot) == (2.0, 3.0)
+    assert expert_imbalance([]) == expert_imbalance([np.zeros((0, 0))]) == (0.0, 0.0)
+
+
+def test_ranks_are_exported_without_layers_or_experts() -> None:
+    metrics = Metrics(version="1", model="m", topology="EP2DP1")
+    metrics.set_ready(0, ready())
+    metrics.observe_stats(0, stats(4))
+    values = scrape(metrics)
+    rank1 = (("rank", "1"), ("replica", "0"))
+    decode = (("phase", "decode"), *rank1)
+    assert values["moewe_memory_saturation_ratio", decode] == pytest.approx(4 * 1_500 / (4 * 0.5 * 3_000))
+    assert values["moewe_steps_total", decode] == 4
+    assert values["moewe_batch_tokens_total", decode] == 12
+    assert values["moewe_busy_seconds_total", decode] == 2.0
+    assert values["moewe_memory_bytes_total", (("component", "exchange"), *decode)] == 28
+    assert values["moewe_expert_tokens_total", rank1] == 16
+    assert values["moewe_kv_usage_ratio", rank1] == 0.25
+    assert values["moewe_expert_imbalance_ratio", (("replica", "0"), ("scope", "rank"))] == pytest.approx(4 / 3)
+    assert values["moewe_requests_running", (("replica", "0"),)] == 2
+    assert values["moewe_preemptions_total", (("replica", "0"),)] == 4
+    assert values["moewe_weight_bytes", rank1] == 20
+    assert not any(label in ("layer", "expert") for _, labels in values for label, _ in labels)
+
+
+def test_ratios_forget_what_is_older_than_two_windows() -> None:
+    replica = ReplicaMetrics(0)
+    replica.ready = ready()
+    replica.observe(stats(10), 1.0)
+    assert replica.saturation()[0, DECODE] == 0.5
+    for window in range(1, 3):
+        replica.observe(stats(10), 1.0 + window * (WINDOW_S + 1))
+    assert replica.saturation()[0, DECODE] == 0.0
+
+
+def test_requests_are_counted_once_and_as_the_client_saw_them() -> None:
+    metrics = Metrics(version="1", model="m", topology="EP1DP1")
+    times = metrics.submitted(7)
+    metrics.observe(times, Delta(request_id="a", first_scheduled=times.submitted + 0.25))
+    metrics.observe(times, Delta(request_id="a", token_ids=(1,), first_scheduled=times.submitted + 0.25))
+    metrics.observe(times, Delta(request_id="a", token_ids=(2, 3), finish_reason="stop"))
+    metrics.observe(times, Delta(request_id="a", finish_reason="stop"))
+    aborted = metrics.submitted(9)
+    metrics.finished(aborted, "abort")
+    metrics.finished(aborted, "abort")
+    metrics.error(400)
+    values = scrape(metrics)
+    assert values["moewe_prompt_tokens_total", ()] == 7
+    assert values["moewe_generation_tokens_total", ()] == 3
+    assert {labels[0][1]: n for (name, labels), n in values.items() if name == "moewe_requests_finished_total"} == {
+        "stop": 1, "length": 0, "abort": 1, "error": 0}  # fmt: skip
+    assert values["moewe_request_errors_total", (("status", "400"),)] == 1
+    assert values["moewe_time_to_first_token_seconds_count", ()] == 1
+    assert values["moewe_inter_token_latency_seconds_count", ()] == 2
+    assert values["moewe_time_per_output_token_seconds_count", ()] == 1
+    assert values["moewe_request_duration_seconds_count", ()] == 2
+    assert values["moewe_queue_time_seconds_count", ()] == 1
+    assert values["moewe_queue_time_seconds_sum", ()] == pytest.approx(0.25)
+
+
+def test_histogram_buckets_are_cumulative_and_inclusive() -> None:
+    histogram = Histogram([1.0, 2.0])
+    for value in (-1.0, 1.0, 1.5, 9.0):
+        histogram.observe(value)
+    assert histogram.cumulative() == [("1.0", 2.0), ("2.0", 3.0), ("+Inf", 4.0)]
+    assert histogram.total == 11.5
+
+
+def test_everything_exported_is_in_the_table_with_its_labels() -> None:
+    metrics = Metrics(version="1", model="m", topology="EP2DP1")
+    metrics.set_ready(0, ready())
+    metrics.observe_stats(0, stats(1))
+    metrics.error(503)
+    seen = set()
+    for family in metrics.collect():
+        name = family.name + ("_total" if family.type == "counter" else "")
+        seen.add(name)
+        assert family.type == BY_NAME[name].kind
+        for sample in family.samples:
+            assert set(sample.labels) - {"le"} == set(BY_NAME[name].labels)
+    assert seen == {metric.name for metric in METRICS}
+    assert all(re.fullmatch(r"moewe_[a-z_]+", name) for name in seen)
+
+
+def test_document_holds_the_table() -> None:
+    assert (Path(__file__).parents[2] / "docs" / "metrics.md").read_text().endswith(markdown_table())
