@@ -176,7 +176,7 @@ def test_admission_keeps_a_spare_block_for_each_sequence_unless_all_can_run_to_t
 def test_the_youngest_is_preempted_and_comes_back_with_all_its_tokens_once_they_are_known():
     # 8 blocks of 4: at 8 tokens each the three hold 6 blocks, and the ninth token of each would need 3 more.
     engine = NullEngine(config_of(num_blocks=8, block_size=4, max_model_len=33))
-    old, mid, young = (make_request(name, 4, 17, arrival=float(i)) for i, name in enumerate(["old", "mid", "young"]))
+    old, mid, young = (make_request(name, 4, 12, arrival=float(i)) for i, name in enumerate(["old", "mid", "young"]))
     engine.add(old, mid, young)
     engine.step()
     assert engine.scheduler.running_per_rank == (3,)
@@ -191,7 +191,7 @@ def test_the_youngest_is_preempted_and_comes_back_with_all_its_tokens_once_they_
     while young.sequence_id == 2:
         engine.step()
     (back,) = engine.plans[-1].ranks[0].admitted
-    assert (back.sequence_id, back.max_length) == (3, 21)
+    assert (back.sequence_id, back.max_length) == (3, 16)
     assert unpack(back.tokens).tolist() == young.token_ids().tolist()
     assert len(young.token_ids()) == 9
     engine.run()
