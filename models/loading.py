@@ -1,0 +1,235 @@
+"""Fill the weights of one rank from a checkpoint, reading only the byte ranges that this rank holds.
+
+Not names (`name_map`), not files (`checkpoint`), not shapes of what is held (`allocation`): this ties them together.
+Units: bytes. `on_progress(done, total)` is called on the calling thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Required, TypedDict, Unpack
+
+import torch
+
+from ..moe.wide_ep.placement import ExpertPlacement
+from .allocation import allocate_weights
+from .checkpoint import Checkpoint, open_checkpoint
+from .config import ConfigError, ModelConfig
+from .dummy import fill_randomly
+from .json_fields import show
+from .name_map import Matched, match_tensors
+from .safetensors_file import SafetensorsFile
+from .weights import ModelWeights
+
+CHUNK_BYTES = 16 << 20
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+_STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_log = logging.getLogger(__name__)
+OnProgress = Callable[[int, int], None]
+
+
+class LoadOptions(TypedDict, total=False):
+    """How to hold and read weights.
+
+    Attributes:
+        dtype: of the weights held (a router or bias that its family keeps in fp32 stays fp32).
+        device: where they are held; the CPU by default.
+        load_format: `auto` or `safetensors` read the checkpoint, `dummy` makes random weights from the config alone.
+        seed: of dummy weights.
+        num_threads: how many read (or fill) at once.
+    """
+
+    dtype: Required[torch.dtype]
+    device: str | torch.device
+    load_format: str
+    seed: int
+    num_threads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What loading did.
+
+    Attributes:
+        weights: filled, every byte of them.
+        bytes_held: of all tensors of this rank.
+        bytes_read: from the weight files, headers included.
+        ignored: names of stored tensors that nothing needed.
+    """
+
+    weights: ModelWeights
+    bytes_held: int
+    bytes_read: int
+    ignored: tuple[str, ...]
+
+
+def load_weights(
+    path: Path,
+    config: ModelConfig,
+    *,
+    placement: ExpertPlacement | None,
+    rank: int,
+    on_progress: OnProgress | None = None,
+    **options: Unpack[LoadOptions],
+) -> LoadReport:
+    """Load what `rank` holds.
+
+    Args:
+        path: model folder; not read for `load_format="dummy"`.
+        config: of the model.
+        placement: which expert slots a rank owns; None holds all experts (or the model is dense).
+        rank: in the expert-parallel group.
+        on_progress: told (bytes done, bytes in all) now and then.
+        options: see `LoadOptions`.
+
+    Raises:
+        ConfigError: the checkpoint is incomplete, damaged, or of another model.
+    """
+    device, num_threads = torch.device(options.get("device", "cpu")), options.get("num_threads", 4)
+    load_format = options.get("load_format", "auto")
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(f"load_format = {show(load_format)} is unknown; use one of: {', '.join(LOAD_FORMATS)}")
+    if load_format == "dummy":
+        return _make_dummy(config, placement, rank, on_progress or _quiet, options)
+    with open_checkpoint(path) as checkpoint:
+        matched = match_tensors(checkpoint.tensors, config)
+        allocation = allocate_weights(config, placement, rank, dtype=options["dtype"], device=device)
+        reads = _plan_reads(matched, allocation.targets)
+        written = _run_reads(reads, num_threads, on_progress or _quiet)
+    prove_filled(allocation.weights, written)
+    if rank == 0:
+        _log_leftovers(checkpoint, matched)
+    return LoadReport(
+        weights=allocation.weights,
+        bytes_held=allocation.weights.num_bytes,
+        bytes_read=checkpoint.header_bytes + sum(read.num_bytes for read in reads),
+        ignored=matched.ignored,
+    )
+
+
+def check_weights(path: Path, config: ModelConfig) -> None:
+    """Raise the ConfigError that loading would raise for missing, unknown or misshapen tensors; reads only headers."""
+    with open_checkpoint(path) as checkpoint:
+        match_tensors(checkpoint.tensors, config)
+
+
+def prove_filled(weights: ModelWeights, written: list[tuple[int, int]]) -> None:
+    """Raise RuntimeError unless the address ranges `written` cover every byte of every tensor of `weights` once."""
+    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor in weights.tensors())
+    remaining = sorted(written, reverse=True)
+    for begin, end, name in spans:
+        position = begin
+        while position < end and remaining and remaining[-1][0] == position:
+            position = remaining.pop()[1]
+        if position != end:
+            raise RuntimeError(f"loading left a gap or an overlap in {name}, {position - begin} bytes from its start")
+    if remaining:
+        raise RuntimeError("loading wrote outside of the weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    """Bytes of a file that become a flat run of elements of a tensor."""
+
+    file: SafetensorsFile
+    offset: int
+    num_bytes: int
+    dtype: torch.dtype
+    target: torch.Tensor  # [n], contiguous
+
+
+@dataclass
+class _Staging(threading.local):
+    """A buffer per thread for elements that change their type or device on the way."""
+
+    buffer: torch.Tensor = field(default_factory=lambda: torch.empty(CHUNK_BYTES, dtype=torch.uint8))
+
+
+def _plan_reads(matched: Matched, targets: dict[str, list[torch.Tensor]]) -> list[_Read]:
+    """Return reads of at most CHUNK_BYTES each, in the order of the files."""
+    reads = []
+    for name, views in targets.items():
+        source = matched.sources[name]
+        dtype = _STORED_DTYPES[source.stored.dtype]
+        chunk = CHUNK_BYTES // dtype.itemsize
+        for view in views:
+            flat = view.view(-1)
+            for start in range(0, len(flat), chunk):
+                part = flat[start : start + chunk]
+                offset = source.stored.offset + (source.offset + start) * dtype.itemsize
+                num_bytes = len(part) * dtype.itemsize
+                reads.append(
+                    _Read(file=source.stored.file, offset=offset, num_bytes=num_bytes, dtype=dtype, target=part)
+                )
+    return sorted(reads, key=lambda read: (read.file.path.name, read.offset))
+
+
+def _run_reads(reads: list[_Read], num_threads: int, on_progress: OnProgress) -> list[tuple[int, int]]:
+    """Run all reads; returns the address ranges that they wrote."""
+    total, done, staging = sum(read.num_bytes for read in reads), 0, _Staging()
+    written = []
+    on_progress(0, total)
+    with ThreadPoolExecutor(max(1, num_threads), thread_name_prefix="load") as pool:
+        futures = {pool.submit(_run_read, read, staging): read for read in reads}
+        try:
+            for future in as_completed(futures):
+                written.append(future.result())
+                done += futures[future].num_bytes
+                on_progress(done, total)
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    return written
+
+
+def _run_read(read: _Read, staging: _Staging) -> tuple[int, int]:
+    target = read.target
+    if target.device.type == "cpu" and target.dtype == read.dtype:
+        read.file.read_into(memoryview(target.view(torch.uint8).numpy()), read.offset)
+    else:
+        stored = staging.buffer[: read.num_bytes]
+        read.file.read_into(memoryview(stored.numpy()), read.offset)
+        target.copy_(stored.view(read.dtype))
+    return target.data_ptr(), target.data_ptr() + target.nbytes
+
+
+def _make_dummy(
+    config: ModelConfig,
+    placement: ExpertPlacement | None,
+    rank: int,
+    on_progress: OnProgress,
+    options: LoadOptions,
+) -> LoadReport:
+    device = torch.device(options.get("device", "cpu"))
+    allocation = allocate_weights(config, placement, rank, dtype=options["dtype"], device=device)
+    total, written = allocation.weights.num_bytes, []
+    done = 0
+
+    def on_filled(view: torch.Tensor) -> None:
+        nonlocal done
+        done += view.nbytes
+        written.append((view.data_ptr(), view.data_ptr() + view.nbytes))
+        on_progress(done, total)
+
+    on_progress(0, total)
+    seed, num_threads = options.get("seed", 0), options.get("num_threads", 4)
+    fill_randomly(allocation.targets, seed=seed, num_threads=max(1, num_threads), on_filled=on_filled)
+    prove_filled(allocation.weights, written)
+    return LoadReport(weights=allocation.weights, bytes_held=total, bytes_read=0, ignored=())
+
+
+def _log_leftovers(checkpoint: Checkpoint, matched: Matched) -> None:
+    if checkpoint.strays:
+        _log.info("weight files that no index names were left alone: %s", ", ".join(map(ascii, checkpoint.strays)))
+    if matched.ignored:
+        shown = ", ".join(map(ascii, matched.ignored[:3]))
+        _log.info("%d stored tensors that nothing needs were left alone: %s ...", len(matched.ignored), shown)
+
+
+def _quiet(done: int, total: int) -> None:
+    """Tell nobody."""
