@@ -109,13 +109,19 @@ class Channel(Generic[Received]):
     def send(self, message: msgspec.Struct, timeout: float | None = None) -> None:
         """Send `message`, waiting for room. Raises ChannelClosed, or TimeoutError after `timeout` seconds."""
         self.post(message)
+        if not self.wait_sent(timeout):
+            raise TimeoutError(f"the other end did not read for {timeout} s")
+
+    def wait_sent(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is queued, reading what arrives meanwhile; False after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.flush():
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
-                raise TimeoutError(f"the other end did not read for {timeout} s")
+                return False
             self._wait(select.POLLOUT | select.POLLIN, left)
             self._read_if_free()
+        return True
 
     def _read_if_free(self) -> None:
         if not self._receive_lock.acquire(blocking=False):

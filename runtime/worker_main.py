@@ -1,0 +1,239 @@
+"""The life of one rank, in a process or a thread: join the group, load, allocate, then answer plans until told to stop.
+
+Not the work of a step (runtime/worker.py). An idle rank waits in the kernel and gives a sign of life each second.
+Units: seconds, bytes, blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ..telemetry import ProgressBoard, RankProgress
+from ..telemetry.progress import STATE_BUSY, STATE_IDLE, STATE_STARTING
+from .channel import Channel, ChannelClosed
+from .child import enter_child, log_as
+from .launch import WorkerStart, board_path, store_path
+from .messages import (
+    AllocateKV,
+    KVAllocated,
+    Loaded,
+    Loading,
+    Message,
+    RunStep,
+    StepDone,
+    StopWorker,
+    ToWorker,
+    WorkerFailed,
+)
+from .plan import RankPlan, RankResult, StepHeader
+
+if TYPE_CHECKING:
+    from ..models.config import ModelConfig
+    from ..moe.wide_ep.exchange import Exchange
+    from ..moe.wide_ep.exchange_threads import ThreadHub
+    from ..moe.wide_ep.placement import ExpertPlacement
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.5
+LOADING_EVERY_S = 0.1
+# Collectives wait for the slowest rank to load; the supervisor ends a group that is stuck long before.
+GROUP_TIMEOUT_S = 3600.0
+# A report that starts so is about somebody else: this rank only noticed that a collective broke.
+PEERS_LOST = "lost the other ranks: "
+
+OnLoading = Callable[[int, int], None]
+
+
+class RankWorker(Protocol):
+    """What this loop asks of a worker (runtime/worker.py; tests bring their own)."""
+
+    def load(self) -> Loaded:
+        """Put weights in place."""
+        ...
+
+    def allocate(self, num_blocks: int) -> None:
+        """Hold KV and run a warm-up step, with all ranks of the group."""
+        ...
+
+    def run(self, header: StepHeader, plan: RankPlan) -> RankResult:
+        """Run one step, with all ranks of the group."""
+        ...
+
+
+class WorkerFactory(Protocol):
+    """Makes the worker of one rank; `hub` joins ranks that are threads, None means a process or a single rank."""
+
+    def __call__(
+        self, start: WorkerStart, progress: RankProgress, on_loading: OnLoading, hub: ThreadHub | None
+    ) -> RankWorker:
+        """Return a worker that has not loaded yet."""
+        ...
+
+
+def run_rank(
+    channel: Channel[ToWorker],
+    start: WorkerStart,
+    progress: RankProgress,
+    make_worker: WorkerFactory,
+    hub: ThreadHub | None = None,
+) -> bool:
+    """Live as rank `start.rank` until `StopWorker`, the end of the channel, or an error, which is reported.
+
+    Returns:
+        True after `StopWorker`, False when it ended otherwise.
+    """
+    rank = start.rank
+    user_errors: tuple[type[Exception], ...] = (ValueError,)
+    stopped = False
+    try:
+        if start.cpus:
+            os.sched_setaffinity(0, start.cpus)
+        progress.enter(STATE_STARTING, -1)
+        worker = make_worker(start, progress, _reporter(channel, rank, progress), hub)
+        channel.send(worker.load())
+        user_errors = ()
+        stopped = _serve(channel, worker, rank, progress)
+    except ChannelClosed:
+        log.info("rank %d was cut off", rank)
+    except Exception as error:
+        _report(channel, rank, error, user_error=isinstance(error, user_errors))
+    finally:
+        if hub is not None and not stopped:
+            hub.abort(f"rank {rank} has ended")
+    return stopped
+
+
+def _serve(channel: Channel[ToWorker], worker: RankWorker, rank: int, progress: RankProgress) -> bool:
+    while True:
+        message = channel.receive(HEARTBEAT_S)
+        progress.heartbeat()
+        match message:
+            case None:
+                continue
+            case RunStep(header=header, plan=plan):
+                progress.enter(STATE_BUSY, header.step)
+                result = worker.run(header, plan)
+                progress.enter(STATE_IDLE, header.step)
+                _send_alive(channel, StepDone(rank=rank, result=result), progress)
+            case AllocateKV(num_blocks=num_blocks):
+                worker.allocate(num_blocks)
+                progress.enter(STATE_IDLE, -1)
+                _send_alive(channel, KVAllocated(rank=rank), progress)
+            case StopWorker():
+                return True
+
+
+def _send_alive(channel: Channel[ToWorker], message: Message, progress: RankProgress) -> None:
+    """Send, with signs of life while the engine does not read."""
+    channel.post(message)
+    while not channel.wait_sent(HEARTBEAT_S):
+        progress.heartbeat()
+
+
+def _reporter(channel: Channel[ToWorker], rank: int, progress: RankProgress) -> OnLoading:
+    last = 0.0
+
+    def report(done_bytes: int, total_bytes: int) -> None:
+        nonlocal last
+        progress.tick()
+        now = time.monotonic()
+        if now - last >= LOADING_EVERY_S or done_bytes >= total_bytes:
+            last = now
+            channel.send(Loading(rank=rank, done_bytes=done_bytes, total_bytes=total_bytes))
+
+    return report
+
+
+def _report(channel: Channel[ToWorker], rank: int, error: Exception, *, user_error: bool) -> None:
+    text = str(error).strip()
+    if user_error:
+        reason = text.splitlines()[0] if text else type(error).__name__
+    else:
+        log.error("rank %d failed", rank, exc_info=error)
+        first = text.splitlines()[0] if text else ""
+        reason = f"{PEERS_LOST if _is_about_peers(error) else ''}{type(error).__name__}: {first}".rstrip(": ")
+    try:
+        channel.send(WorkerFailed(rank=rank, reason=reason, user_error=user_error), timeout=5.0)
+    except (ChannelClosed, TimeoutError):
+        log.error("rank %d could not report its failure: nobody listens", rank)
+
+
+def _is_about_peers(error: Exception) -> bool:
+    """Tell a broken collective (somebody else ended) from an error of this rank."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(f"torch{os.sep}distributed" in file or file.endswith("exchange_threads.py") for file in files)
+
+
+def build_worker(
+    start: WorkerStart, progress: RankProgress, on_loading: OnLoading, hub: ThreadHub | None
+) -> RankWorker:
+    """Return the real worker: its share of the experts, and the exchange that its group uses."""
+    import torch
+
+    from ..models.families import load_config
+    from ..moe.wide_ep.placement import linear_placement
+    from .worker import Worker
+
+    config = start.config
+    if config.parallel.threads is not None:
+        torch.set_num_threads(config.parallel.threads)
+    if config.parallel.device.startswith("cuda"):
+        torch.cuda.set_device(start.device_index)
+    model = load_config(Path(config.model.path))
+    num_experts = model.moe.routing.num_experts if model.moe is not None else 0
+    placement = linear_placement(len(model.moe_layers), num_experts, start.num_ranks)
+    return Worker(
+        config,
+        rank=start.rank,
+        num_ranks=start.num_ranks,
+        exchange=_join_exchange(start, model, placement, progress, hub),
+        placement=placement,
+        progress=progress,
+        on_loading=on_loading,
+    )
+
+
+def _join_exchange(
+    start: WorkerStart, model: ModelConfig, placement: ExpertPlacement, progress: RankProgress, hub: ThreadHub | None
+) -> Exchange:
+    if start.num_ranks == 1:
+        from ..moe.wide_ep.exchange_local import LocalExchange
+
+        return LocalExchange(placement.num_slots)
+    if hub is not None:
+        return hub.rank(start.rank)
+    from ..moe.wide_ep.exchange_all_to_all import AllToAllExchange
+    from ..topologies.groups import init_group
+
+    group = init_group(
+        rank=start.rank,
+        world_size=start.num_ranks,
+        store_path=store_path(Path(start.run_directory)),
+        device=start.config.parallel.device,
+        timeout_s=GROUP_TIMEOUT_S,
+    )
+    return AllToAllExchange(group, placement.slot_ranges, start.rank, progress)
+
+
+def main() -> None:
+    """Be a worker process."""
+    channel: Channel[WorkerStart | ToWorker] = enter_child(WorkerStart | ToWorker)
+    start = channel.receive()
+    assert isinstance(start, WorkerStart)
+    log_as(start.label)
+    progress = ProgressBoard(start.num_ranks, board_path(Path(start.run_directory))).rank(start.rank)
+    fine = run_rank(channel, start, progress, build_worker)  # type: ignore[arg-type]
+    sys.stderr.flush()
+    os._exit(0 if fine else 1)  # collectives of a broken group could block an orderly exit
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""A rank without a model: every token is followed by the next id. It books plans exactly as a real worker does.
+
+Not a mock of the worker's inside: the same `WorkerBatch`, no torch. Run as a module it is a worker process; the
+environment variable FAKE_WORKER then says what goes wrong, e.g. `rank=1,step=3,do=raise`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from moewe.runtime.channel import Channel
+from moewe.runtime.child import enter_child, log_as
+from moewe.runtime.launch import WorkerStart, board_path
+from moewe.runtime.messages import Loaded, ToWorker
+from moewe.runtime.plan import RankPlan, RankResult, StepHeader, pack
+from moewe.runtime.stats import encode_counters
+from moewe.runtime.worker_batch import WorkerBatch
+from moewe.runtime.worker_main import run_rank
+from moewe.telemetry import ProgressBoard, RankCounters, RankProgress
+
+VOCAB_SIZE = 1000
+MODULE = "tests.support.fake_worker"
+
+
+@dataclass
+class Trouble:
+    """What goes wrong on one rank: at `step` (-1: while loading) it does `do`."""
+
+    rank: int = -1
+    step: int = 0
+    do: str = "raise"
+    delay_s: float = 0.0
+    ranks: list[int] = field(default_factory=list)
+
+    @classmethod
+    def parse(cls, text: str) -> Trouble:
+        values = dict(part.split("=") for part in text.split(",") if part)
+        return cls(
+            rank=int(values.get("rank", -1)),
+            step=int(values.get("step", 0)),
+            do=values.get("do", "raise"),
+            delay_s=float(values.get("delay", 0)),
+        )
+
+    def strike(self, rank: int, step: int) -> None:
+        if rank != self.rank or step != self.step:
+            return
+        if self.do == "raise":
+            raise RuntimeError("the fake worker broke")
+        if self.do == "value_error":
+            raise ValueError("shard=7 is missing; fetch the checkpoint again")
+        if self.do == "exit":
+            os._exit(9)
+        if self.do == "hang":
+            time.sleep(3600)
+
+
+class FakeWorker:
+    def __init__(self, start: WorkerStart, progress: RankProgress, trouble: Trouble) -> None:
+        self._start, self._progress, self._trouble = start, progress, trouble
+        self._counters = RankCounters(2, 4)
+        self.steps: list[StepHeader] = []
+
+    def load(self) -> Loaded:
+        self._trouble.strike(self._start.rank, -1)
+        return Loaded(
+            rank=self._start.rank,
+            num_blocks=self._start.config.cache.num_blocks or 64,
+            weight_bytes=1000,
+            weight_bytes_read=1000,
+            memory_bandwidth=1e9,
+            pid=os.getpid(),
+        )
+
+    def allocate(self, num_blocks: int) -> None:
+        schedule, cache = self._start.config.schedule, self._start.config.cache
+        self._batch = WorkerBatch(
+            num_slots=schedule.max_num_seqs,
+            max_model_len=num_blocks * cache.block_size + 1,
+            block_size=cache.block_size,
+        )
+
+    def run(self, header: StepHeader, plan: RankPlan) -> RankResult:
+        self._trouble.strike(self._start.rank, header.step)
+        time.sleep(self._trouble.delay_s)
+        self.steps.append(header)
+        self._progress.tick()
+        self._batch.apply(plan, snapshot=header.snapshot)
+        rows = self._batch.rows(plan.chunks)
+        self._counters.begin_step(header.kind, rows.num_rows)
+        tokens = (rows.input_ids[rows.sample_rows] + 1) % VOCAB_SIZE
+        flags = self._batch.commit(rows, tokens, np.ones(self._batch.num_slots, np.bool_))
+        self._batch.check_invariants()
+        return RankResult(
+            step=header.step,
+            slots=pack(rows.sample_slots),
+            sequence_ids=pack(self._batch.sequence_ids[rows.sample_slots], "<i8"),
+            tokens=pack(tokens),
+            flags=pack(flags, "u1"),
+            num_rows=rows.num_rows,
+            counters=encode_counters(self._counters),
+        )
+
+
+def factory(trouble: Trouble | None = None, made: list[FakeWorker] | None = None) -> Callable[..., FakeWorker]:
+    """Return what `GroupParts.make_worker` wants; workers that it makes are appended to `made`."""
+
+    def make(start: WorkerStart, progress: RankProgress, on_loading: object, hub: object) -> FakeWorker:
+        worker = FakeWorker(start, progress, trouble or Trouble())
+        if made is not None:
+            made.append(worker)
+        return worker
+
+    return make
+
+
+def main() -> None:
+    channel: Channel = enter_child(WorkerStart | ToWorker)
+    start = channel.receive()
+    log_as(start.label)
+    progress = ProgressBoard(start.num_ranks, board_path(Path(start.run_directory))).rank(start.rank)
+    fine = run_rank(channel, start, progress, factory(Trouble.parse(os.environ.get("FAKE_WORKER", ""))))
+    sys.stderr.flush()
+    os._exit(0 if fine else 1)
+
+
+if __name__ == "__main__":
+    main()
