@@ -128,7 +128,7 @@ class _Allocator:
         """Allocate parameters one below the other in one tensor."""
         rows = [shapes[name][0] for name in names]
         tensor = self._empty((sum(rows), *shapes[names[0]][1:]), self.dtype)
-        for name, view in zip(names, tensor.split(rows)):
+        for name, view in zip(names, torch.split(tensor, rows)):
             self.targets[name].append(view)
         return tensor
 

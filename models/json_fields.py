@@ -121,7 +121,7 @@ class Fields:
 
     def integers(self, name: str, low: int, high: int, max_length: int) -> tuple[int, ...]:
         """Return the integers of a list (or of a single integer; none when absent), each between `low` and `high`."""
-        value = self._value(name, [])
+        value: Any = self._value(name, [])
         items = value if isinstance(value, list) else [value]
         if len(items) > max_length:
             raise self.refuse(name, value, f"may list at most {max_length} integers")
@@ -131,7 +131,7 @@ class Fields:
 
     def section(self, name: str) -> Fields:
         """Return the fields of a nested object, empty when it is absent."""
-        value = self._value(name, {})
+        value: Any = self._value(name, {})
         if not isinstance(value, dict):
             raise self.refuse(name, value, "must be an object")
         return Fields(content=value, where=f"{self.where}: {name.split('|')[0]}", defaults={})

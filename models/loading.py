@@ -190,10 +190,10 @@ def _run_reads(reads: list[_Read], num_threads: int, on_progress: OnProgress) ->
 def _run_read(read: _Read, staging: _Staging) -> tuple[int, int]:
     target = read.target
     if target.device.type == "cpu" and target.dtype == read.dtype:
-        read.file.read_into(memoryview(target.view(torch.uint8).numpy()), read.offset)
+        read.file.read_into(target.view(torch.uint8).numpy().data, read.offset)
     else:
         stored = staging.buffer[: read.num_bytes]
-        read.file.read_into(memoryview(stored.numpy()), read.offset)
+        read.file.read_into(stored.numpy().data, read.offset)
         target.copy_(stored.view(read.dtype))
     return target.data_ptr(), target.data_ptr() + target.nbytes
 

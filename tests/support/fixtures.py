@@ -155,7 +155,7 @@ def reference_model(path: Path) -> torch.nn.Module:
     return model.eval()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def reference_logits(path: Path, token_ids: Iterable[int]) -> torch.Tensor:
     """Return REF's logits at every position of one sequence, [T, V] f32."""
     return reference_model(path)(input_ids=torch.tensor([list(token_ids)])).logits[0].float().clone()
