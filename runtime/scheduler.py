@@ -204,12 +204,12 @@ class Scheduler:
         if flag == FINISH_ERROR:
             self._forget(request)
             error = "the model's output for this request was not finite (NaN or infinite logits)"
-            return SequenceUpdate(request, [], [], "error", error)
+            return SequenceUpdate(request, [], (), "error", error)
         request.generated.append(token)
         reason = "stop" if flag == FINISH_STOP else "length" if flag == FINISH_LENGTH else None
         if reason is not None:
             self._forget(request)
-        return SequenceUpdate(request, [token], [logprobs] if logprobs is not None else [], reason)
+        return SequenceUpdate(request, [token], () if logprobs is None else (logprobs,), reason)
 
     # --- leaving -----------------------------------------------------------------------------------------------------
     def _depart(self, request: Request, state: RequestState) -> None:

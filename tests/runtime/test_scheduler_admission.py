@@ -200,6 +200,26 @@ def test_the_youngest_is_preempted_and_comes_back_with_all_its_tokens_once_they_
     assert young.first_scheduled == 1.0, "when it first ran, not when it came back"
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_preempted_request_is_neither_overtaken_nor_brought_back_without_its_tokens(depth: int):
+    # Blocks of one token: at 8 tokens each of 17 blocks one is free, and both need one. The old one ends a step later.
+    engine = NullEngine(config_of(num_blocks=17, block_size=1, max_model_len=17), depth=depth)
+    old, young = make_request("old", 4, 6), make_request("young", 4, 12, arrival=1.0)
+    late = make_request("late", 2, 2, arrival=2.0)
+    engine.add(old, young)
+    while engine.scheduler.used_blocks_per_rank < (14,):
+        engine.step()
+    engine.add(late)
+    while engine.scheduler.num_preemptions == 0:
+        engine.step()
+    assert not engine.plans[-1].ranks[0].admitted, "the blocks are not for the one behind it"
+    engine.run()
+    assert (young.sequence_id, late.sequence_id) == (2, 3)
+    (back,) = [new for plan in engine.plans for new in plan.ranks[0].admitted if new.sequence_id == 2]
+    assert len(unpack(back.tokens)) == 9, "with every token it was given a step for"
+    engine.check_tokens([old, young, late])
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_four_requests_in_a_pool_for_two_and_a_half(depth: int):
     engine = NullEngine(config_of(num_blocks=20, max_num_batched_tokens=16), depth=depth)
