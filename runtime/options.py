@@ -1,0 +1,68 @@
+"""Flat option names (`max_model_len=4096`) to a nested `EngineConfig`, names and kinds checked.
+
+Not parsing of a command line (server/cli_values.py) and not ranges: those are checked with everything else by
+`runtime.resolve`. Units: as in runtime/config.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from .config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
+
+_SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "model": ModelOptions,
+    "parallel": ParallelOptions,
+    "cache": CacheOptions,
+    "schedule": ScheduleOptions,
+}
+# Names are unique over all sections.
+_FIELDS: dict[str, str] = {
+    field.name: section for section, struct in _SECTIONS.items() for field in msgspec.structs.fields(struct)
+}
+
+
+def option_names() -> tuple[str, ...]:
+    """Return the names of all engine options."""
+    return tuple(_FIELDS)
+
+
+def engine_config(options: Mapping[str, Any]) -> EngineConfig:
+    """Return the config that flat `options` describe; `path` may be left out until the model is found.
+
+    Raises:
+        ValueError: an unknown name (the nearest known one is named) or a value of the wrong kind.
+
+    Example:
+        >>> engine_config({"model": "demo", "topology": "EP2DP1"}).parallel.topology
+        'EP2DP1'
+    """
+    sections: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+    for name, value in ({"path": ""} | dict(options)).items():
+        if name not in _FIELDS:
+            raise ValueError(f"option {name!r} is not known; {nearest(name, _FIELDS)}")
+        sections[_FIELDS[name]][name] = value
+    made = {section: _convert(_SECTIONS[section], values) for section, values in sections.items()}
+    return EngineConfig(**made)
+
+
+def _convert(struct: type[msgspec.Struct], values: dict[str, Any]) -> Any:
+    for field in msgspec.structs.fields(struct):
+        if field.name in values:
+            try:
+                msgspec.convert(values[field.name], field.type)
+            except msgspec.ValidationError as error:
+                kind = str(error).replace("`", "").replace("null", "None")
+                raise ValueError(f"{field.name}={values[field.name]!r} is not allowed: {kind}") from None
+    return struct(**values)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `did you mean ...?`, or the list of what is known."""
+    plain = {key.replace("_", "-"): key for key in known}
+    close = difflib.get_close_matches(name.removeprefix("--").replace("_", "-"), list(plain), n=1)
+    return f"did you mean {plain[close[0]]}?" if close else f"known are {', '.join(sorted(plain.values()))}"

@@ -1,0 +1,203 @@
+"""The `moewe` command: flags to options, one line for each mistake, and an exit code.
+
+Not what the commands do (server/cli_serve.py, server/cli_local.py), which is imported when one runs: help stays fast.
+Exit codes: 0 fine, 1 a mistake or a failed start, 3 a rank or the engine was lost, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from .cli_options import ENGINE, FOREIGN_FLAGS, HTTP, SAMPLE, SHARED, Flag, flags_of, without_aliases
+
+EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 130
+LOG_LEVELS = ("debug", "info", "warning", "error")
+_METAVARS = {"int": "N", "float": "X", "bytes": "SIZE", "text": "TEXT", "list": "TEXT"}
+
+app = typer.Typer(
+    name="moewe",
+    help="Serve Mixture-of-Experts language models with expert parallelism.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"moewe {version('moewe')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _parameter(flag: Flag) -> inspect.Parameter:
+    """Return the parameter that makes typer read `flag`; every default is None, so that what was given stands out."""
+    kinds: dict[str, Any] = {"bool": bool | None, "switch": bool | None, "list": list[str] | None}
+    name = f"--{flag.name}"
+    if flag.kind == "bool":
+        name += f"/--no-{flag.name}"
+    option = typer.Option(
+        name,
+        help=flag.help_text,
+        rich_help_panel=flag.panel,
+        show_default=False,
+        metavar=_METAVARS.get(flag.kind, ""),
+        hidden=flag.hidden,
+    )
+    return _keyword(flag.parameter, Annotated[kinds.get(flag.kind, str | None), option])
+
+
+def _argument(name: str, help: str) -> inspect.Parameter:
+    argument = typer.Argument(help=help, metavar=name.upper(), show_default=False)
+    return _keyword(f"{name}_argument", Annotated[str | None, argument])
+
+
+def _keyword(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _add_command(
+    name: str, help: str, arguments: Sequence[inspect.Parameter], groups: Sequence[str], run: Callable[[Any], int]
+) -> None:
+    """Add a command whose flags come from the table; `run` gets its `Settings`."""
+    flags = tuple(flags_of(*groups))
+
+    def command(**given: Any) -> int:
+        from .cli_values import read_settings
+
+        settings = read_settings(flags, given)
+        _set_up_logging(settings.shared.get("log-level"), quiet=name != "serve")
+        return run(settings)
+
+    parameters = [*arguments, *map(_parameter, flags)]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app.command(name, help=help)(command)
+
+
+def _serve(settings: Any) -> int:
+    from .cli_serve import serve
+
+    return serve(settings)
+
+
+def _generate(settings: Any) -> int:
+    from .cli_local import generate
+
+    return generate(settings)
+
+
+def _chat(settings: Any) -> int:
+    from .cli_local import chat
+
+    return chat(settings)
+
+
+_MODEL = _argument("model", "Folder, hub id, or the word demo.")
+_add_command(
+    "serve",
+    "Serve MODEL over HTTP as OpenAI's API does.",
+    [_MODEL],
+    [ENGINE, HTTP, SHARED],
+    _serve,
+)
+_add_command(
+    "generate",
+    "Continue PROMPT once and stream the text to stdout (PROMPT - or none reads stdin).",
+    [_MODEL, _argument("prompt", "Text to continue.")],
+    [ENGINE, SAMPLE, SHARED],
+    _generate,
+)
+_add_command(
+    "chat",
+    "Talk to MODEL in the terminal; Ctrl-C stops an answer, Ctrl-D leaves.",
+    [_MODEL],
+    [ENGINE, SAMPLE, SHARED],
+    _chat,
+)
+
+
+@app.command("demo-checkpoint")
+def _demo_checkpoint(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; made if it does not exist.")],
+) -> int:
+    """Write the demo checkpoint (135 M parameters, 270 MB, real English) into DIR."""
+    from ..models.demo import ensure_demo_checkpoint
+
+    print(ensure_demo_checkpoint(directory))
+    return 0
+
+
+def _set_up_logging(level: str | None, *, quiet: bool) -> None:
+    level = level or ("warning" if quiet else "info")
+    if level not in LOG_LEVELS:
+        raise ValueError(f"--log-level: {level!r} is not allowed; use one of {', '.join(LOG_LEVELS)}")
+    logging.basicConfig(
+        stream=sys.stderr, level=level.upper(), format="%(asctime)s %(levelname)s [moewe] %(message)s", force=True
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and leave with its exit code; mistakes are one line on stderr."""
+    words = without_aliases(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(args=words or ["--help"], standalone_mode=False, prog_name="moewe")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read our output is gone; Python would complain again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_MISTAKE
+    except (KeyboardInterrupt, typer.Abort):
+        print("\ninterrupted", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    except Exception as error:
+        code = _report(error, words)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _report(error: Exception, words: Sequence[str]) -> int:
+    """Say what went wrong in one line and return the exit code."""
+    if logging.getLogger().isEnabledFor(logging.DEBUG):
+        import traceback
+
+        traceback.print_exception(error)
+    code = EXIT_MISTAKE
+    if hasattr(error, "format_message"):  # typer's own errors: a flag that does not exist, and the like
+        message = _usage_message(error, words)
+    elif hasattr(error, "exit_code"):
+        code, message = error.exit_code, str(error)
+    elif isinstance(error, (ValueError, OSError)):
+        message = str(error)
+    else:
+        message = f"{type(error).__name__}: {error} (an error in moewe; --log-level debug shows where)"
+    print(f"moewe: error: {' '.join(message.split())}", file=sys.stderr)
+    return int(code)
+
+
+def _usage_message(error: Any, words: Sequence[str]) -> str:
+    name = str(getattr(error, "option_name", "") or "")
+    for flag in (name, *(word.partition("=")[0] for word in words)):
+        if flag in FOREIGN_FLAGS and (not name or flag.startswith(name)):
+            return (
+                f"{flag} ({FOREIGN_FLAGS[flag]}) is not a flag of moewe; one --topology says it all: "
+                "EP8DP1 is one group of 8 ranks, EP8DP2 two such groups"
+            )
+    return f"{error.format_message()} (see moewe --help)"

@@ -1,0 +1,117 @@
+"""`moewe generate` and `moewe chat`: a model under this terminal's hand, its text streamed to stdout.
+
+Not a server; the model is gone when the command ends. Ctrl-C ends `generate`, and in `chat` the answer that runs.
+Units: tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..runtime.params import SamplingParams
+from .cli_serve import config_of
+from .cli_values import Settings
+from .terminal import LoadingBars, printable
+
+if TYPE_CHECKING:
+    from ..runtime.session import Session
+
+GENERATE_DEFAULTS: dict[str, Any] = {"max_tokens": 256, "temperature": 0.0}
+CHAT_HELP = "Type a message. /clear starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+
+
+def generate(settings: Settings) -> int:
+    """Continue the prompt once."""
+    params = SamplingParams(**(GENERATE_DEFAULTS | settings.sample))
+    prompt = settings.prompt
+    if prompt is None or prompt == "-":
+        if sys.stdin.isatty():
+            raise ValueError('no PROMPT is given; write moewe generate MODEL "text", or pipe text in')
+        prompt = sys.stdin.read()
+    with start(settings) as session:
+        for text in answer(session, session.encode(prompt), params):
+            print(text, end="", flush=True)
+        print()
+    return 0
+
+
+def chat(settings: Settings) -> int:
+    """Talk until the input ends."""
+    params = SamplingParams(**(GENERATE_DEFAULTS | settings.sample))
+    interactive = sys.stdin.isatty()
+    with start(settings) as session:
+        session.render([{"role": "user", "content": "Hello"}])  # no template is better known now than after a question
+        if interactive:
+            print(CHAT_HELP)
+        messages: list[dict[str, str]] = []
+        for line in _lines(interactive):
+            if line == "/clear":
+                messages = []
+                continue
+            if line in ("/help", "/?"):
+                print(CHAT_HELP)
+                continue
+            messages.append({"role": "user", "content": line})
+            said = _say(session, messages, params)
+            if said is None:
+                messages.pop()
+            else:
+                messages.append({"role": "assistant", "content": said})
+    return 0
+
+
+def start(settings: Settings) -> Session:
+    """Start the model with bars while it loads."""
+    config = config_of(settings)
+    from ..runtime.session import Session, locate
+
+    config = locate(config)
+    bars = LoadingBars()
+    with bars.shown():
+        return Session.start(config, on_loading=bars.update)
+
+
+def answer(session: Session, prompt: list[int], params: SamplingParams) -> Iterator[str]:
+    """Yield the text for `prompt`, safe to print."""
+    for _, delta in session.stream([prompt], [params]):
+        if delta.finish_reason == "error":
+            raise ValueError(delta.error or "the request failed")
+        if delta.text:
+            yield printable(delta.text)
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    """Yield what the person types, until Ctrl-D, Ctrl-C at the prompt, or /exit."""
+    while True:
+        try:
+            line = input("> " if interactive else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            if interactive:
+                print()
+            return
+        if line in ("/exit", "/quit"):
+            return
+        if line:
+            yield line
+
+
+def _say(session: Session, messages: list[dict[str, str]], params: SamplingParams) -> str | None:
+    """Print the answer as it comes and return it (what there is of it after Ctrl-C); None when it cannot be given."""
+    parts: list[str] = []
+    try:
+        prompt = session.encode(session.render(messages), add_special_tokens=False)
+        stream = answer(session, prompt, params)
+        try:
+            for text in stream:
+                parts.append(text)
+                print(text, end="", flush=True)
+        except KeyboardInterrupt:
+            stream.close()  # type: ignore[attr-defined]
+            print(" [stopped]", end="")
+    except ValueError as error:
+        print(f"moewe: {error}", file=sys.stderr)
+        return None
+    print(flush=True)
+    return "".join(parts)

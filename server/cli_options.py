@@ -1,0 +1,183 @@
+"""The table of command-line flags: names, aliases of other servers, where a value goes, and what the help says.
+
+Not a parser (server/cli_values.py) and not a command (server/cli.py). One table serves flags and `--config`.
+Units: as the help text of each flag says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+MODEL, TOPOLOGY, MEMORY, SCHEDULE, SERVER, SAMPLING, GENERAL = (
+    "Model", "Topology and device", "Memory", "Scheduling", "HTTP server", "Sampling", "General",
+)  # fmt: skip
+ENGINE, HTTP, SAMPLE, SHARED = "engine", "http", "sample", "shared"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """One setting.
+
+    Attributes:
+        name: long flag without dashes; also the key in a `--config` file.
+        group: which object it belongs to: `engine`, `http`, `sample`, or `shared` (read by the command line itself).
+        kind: `text`, `int`, `float`, `bool`, `switch` (a flag without a `--no-` form), `bytes` or `list`.
+        panel, help: for `--help`.
+        field: name of the field it sets; that of the flag with underscores unless given.
+        aliases: other spellings, with dashes.
+        default: what to print as default.
+        hidden: not in `--help`.
+    """
+
+    name: str
+    group: str
+    kind: str
+    panel: str
+    help: str
+    field: str = ""
+    aliases: tuple[str, ...] = ()
+    default: str = ""
+    hidden: bool = False
+
+    @property
+    def target(self) -> str:
+        """Name of the field that the flag sets."""
+        return self.field or self.name.replace("-", "_")
+
+    @property
+    def help_text(self) -> str:
+        """The help with default and aliases."""
+        notes = [f"default: {self.default}"] * bool(self.default) + [f"also {', '.join(self.aliases)}"] * bool(
+            self.aliases
+        )
+        return f"{self.help} ({'; '.join(notes)})" if notes else self.help
+
+    @property
+    def parameter(self) -> str:
+        """Name of the parameter of a command function."""
+        return self.name.replace("-", "_")
+
+
+def _engine(name: str, kind: str, panel: str, help: str, **more: object) -> Flag:
+    return Flag(name=name, group=ENGINE, kind=kind, panel=panel, help=help, **more)  # type: ignore[arg-type]
+
+
+ENGINE_FLAGS = (
+    _engine("model", "text", MODEL, "The model, instead of the argument (or in --config).", aliases=("--model-path",)),
+    _engine("tokenizer", "text", MODEL, "Folder or hub id of another tokenizer.", aliases=("--tokenizer-path",)),
+    _engine("revision", "text", MODEL, "Branch, tag or commit on the hub."),
+    _engine("dtype", "text", MODEL, "auto, bfloat16, float16 or float32.", default="auto, the checkpoint's"),
+    _engine("load-format", "text", MODEL, "auto, safetensors, or dummy: random weights from config.json alone.",
+            default="auto"),
+    _engine("max-model-len", "int", MODEL, "Longest prompt and output together, in tokens.",
+            aliases=("--context-length", "--max-seq-len"), default="the model's, or what KV holds"),
+    _engine("skip-tokenizer-init", "switch", MODEL, "Token ids in and out, no text."),
+    _engine("seed", "int", MODEL, "Of dummy weights and of requests without a seed.", aliases=("--random-seed",),
+            default="0"),
+    _engine("topology", "text", TOPOLOGY,
+            "EPxDPy: y replicas of a group of x ranks; or a .yaml file, or a preset.", default="EP1DP1"),
+    _engine("device", "text", TOPOLOGY, "cpu or cuda.", default="cpu"),
+    _engine("threads", "int", TOPOLOGY, "Compute threads a rank (CPU).", default="cores / ranks"),
+    _engine("numa-bind", "bool", TOPOLOGY, "Pin each rank to the cores of one NUMA node (CPU)."),
+    _engine("ranks", "text", TOPOLOGY, "processes, or threads of one process.", default="processes", hidden=True),
+    _engine("gpu-memory-utilization", "float", MEMORY,
+            "Share of the device's memory (CPU: the host's) for weights, KV and buffers.",
+            aliases=("--mem-fraction-static",), default="0.9"),
+    _engine("kv-cache-memory-bytes", "bytes", MEMORY, "KV of a rank, e.g. 512MiB; overrides the share.",
+            default="what is left"),
+    _engine("block-size", "int", MEMORY, "Tokens of a KV block.", aliases=("--page-size",), default="16"),
+    _engine("max-num-seqs", "int", SCHEDULE, "Sequences that a rank runs at once.",
+            aliases=("--max-running-requests", "--max-batch-size"), default="64"),
+    _engine("max-num-batched-tokens", "int", SCHEDULE, "Rows of a step on a rank; longer prompts run in chunks.",
+            aliases=("--chunked-prefill-size", "--max-prefill-tokens"), default="512"),
+    _engine("max-queued-requests", "int", SCHEDULE, "Waiting requests of a replica; more are refused.", default="4096"),
+    _engine("schedule-policy", "text", SCHEDULE, "fcfs, or priority: lower number first.",
+            aliases=("--scheduling-policy",), field="policy", default="fcfs"),
+    _engine("stall-timeout", "float", SCHEDULE, "A rank without progress for this many seconds is stuck.",
+            field="stall_timeout_s", default="5"),
+)  # fmt: skip
+
+
+def _http(name: str, kind: str, help: str, **more: object) -> Flag:
+    return Flag(name=name, group=HTTP, kind=kind, panel=SERVER, help=help, **more)  # type: ignore[arg-type]
+
+
+HTTP_FLAGS = (
+    _http("host", "text", "Address to bind.", default="127.0.0.1"),
+    _http("port", "int", "Port to bind; 0 takes any free one.", default="8000"),
+    _http("served-model-name", "list", "Name that requests may ask for; may be repeated.", default="the model"),
+    _http("api-key", "text", "Bearer token that requests must carry."),
+    _http("chat-template", "text", "File (or text) of a Jinja template that replaces the model's."),
+    _http("shutdown-timeout", "float", "Seconds that SIGTERM gives running requests.", field="shutdown_timeout_s",
+          default="30"),
+    _http("max-body-bytes", "bytes", "Larger request bodies are refused.", default="16MiB"),
+    _http("log-stats-interval", "float", "Seconds between lines of statistics while busy.",
+          field="log_stats_interval_s", default="10"),
+)  # fmt: skip
+
+
+def _sample(name: str, kind: str, help: str, **more: object) -> Flag:
+    return Flag(name=name, group=SAMPLE, kind=kind, panel=SAMPLING, help=help, **more)  # type: ignore[arg-type]
+
+
+SAMPLING_FLAGS = (
+    _sample("max-tokens", "int", "Most tokens to generate.", aliases=("--max-new-tokens",), default="256"),
+    _sample("temperature", "float", "0 takes the most likely token.", default="0"),
+    _sample("top-p", "float", "Keep the smallest set of tokens that reaches this probability.", default="1"),
+    _sample("top-k", "int", "Keep this many most likely tokens; 0 keeps all.", default="0"),
+    _sample("stop", "list", "End at this text; may be repeated."),
+    _sample("ignore-eos", "switch", "Go on past the end token."),
+)
+
+
+def _shared(name: str, help: str, **more: object) -> Flag:
+    return Flag(name=name, group=SHARED, kind="text", panel=GENERAL, help=help, **more)  # type: ignore[arg-type]
+
+
+SHARED_FLAGS = (
+    _shared("dialect", "How --topology counts DP: vllm, sglang or deepseek (DP inside the group).", default="moewe"),
+    _shared("config", "YAML file of flags; the command line wins over it."),
+    _shared("log-level", "debug, info, warning or error; debug shows tracebacks.", default="info"),
+)
+
+# Flags of other servers that say a topology: answered with ours.
+FOREIGN_FLAGS = {
+    "-tp": "tensor parallelism", "--tp": "tensor parallelism", "--tp-size": "tensor parallelism",
+    "--tensor-parallel-size": "tensor parallelism",
+    "-dp": "data parallelism", "--dp": "data parallelism", "--dp-size": "data parallelism",
+    "--data-parallel-size": "data parallelism", "--enable-dp-attention": "data parallelism",
+    "-ep": "expert parallelism", "--ep": "expert parallelism", "--ep-size": "expert parallelism",
+    "--expert-parallel-size": "expert parallelism", "--enable-expert-parallel": "expert parallelism",
+    "-pp": "pipeline parallelism", "--pp-size": "pipeline parallelism",
+    "--pipeline-parallel-size": "pipeline parallelism",
+}  # fmt: skip
+
+ALIASES = {
+    alias: f"--{flag.name}"
+    for flag in (*ENGINE_FLAGS, *HTTP_FLAGS, *SAMPLING_FLAGS, *SHARED_FLAGS)
+    for alias in flag.aliases
+}
+
+
+def without_aliases(words: Sequence[str]) -> list[str]:
+    """Return a command line with every alias before `--` replaced by the flag that it means.
+
+    Example:
+        >>> without_aliases(["serve", "m", "--context-length=4096"])
+        ['serve', 'm', '--max-model-len=4096']
+    """
+    made: list[str] = []
+    for position, word in enumerate(words):
+        if word == "--":
+            return made + list(words[position:])
+        name, equals, value = word.partition("=")
+        made.append(ALIASES.get(name, name) + equals + value)
+    return made
+
+
+def flags_of(*groups: str) -> Iterator[Flag]:
+    """Yield the flags of these groups, in the order of the help."""
+    for flag in (*ENGINE_FLAGS, *HTTP_FLAGS, *SAMPLING_FLAGS, *SHARED_FLAGS):
+        if flag.group in groups:
+            yield flag

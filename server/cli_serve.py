@@ -1,0 +1,117 @@
+"""`moewe serve`: hold the port, find the model, say what will run and what it costs, then serve.
+
+Not the server (server/serve.py). The order matters: a port in use must be known before anything is loaded.
+Units: bytes, ports.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..runtime.config import EngineConfig
+from ..runtime.options import engine_config
+from ..topologies import expansion, load_layout
+from .cli_values import Settings
+from .options import ServerOptions
+
+if TYPE_CHECKING:
+    from ..runtime.resolve import Resolved
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+
+
+def serve(settings: Settings) -> int:
+    """Serve until told to stop; returns the exit code."""
+    options = server_options(settings.http)
+    config = config_of(settings)
+    with bind(options.host, options.port) as listener:
+        from ..runtime.resolve import resolve
+        from ..runtime.session import locate
+
+        config = locate(config)
+        resolved = resolve(config)
+        print(announcement(resolved), flush=True)
+        from .serve import run_server
+
+        return run_server(resolved.config, options, listener)
+
+
+def config_of(settings: Settings) -> EngineConfig:
+    """Return the engine's config that was asked for, its topology read in the dialect that was named."""
+    engine = dict(settings.engine)
+    layout = load_layout(engine.get("topology", "EP1DP1"), dialect=settings.shared.get("dialect"))
+    for line in layout.warnings():
+        log.warning("%s", line)
+    return engine_config(engine | {"topology": layout.single().long()})
+
+
+def server_options(http: dict[str, Any]) -> ServerOptions:
+    """Return the server's options, ranges checked."""
+    values = dict(http)
+    port = values.get("port", 0)
+    if not 0 <= port <= 65535:
+        raise ValueError(f"--port {port} is not a port; use 0 to 65535")
+    for name in ("shutdown_timeout_s", "log_stats_interval_s", "max_body_bytes"):
+        if name in values and not values[name] > 0:
+            raise ValueError(f"{name}={values[name]!r} is not allowed; use a number above 0")
+    if "chat_template" in values:
+        values["chat_template"] = _template(values["chat_template"])
+    return ServerOptions(**values)
+
+
+def _template(text: str) -> str:
+    """Return the Jinja source that `text` is, or that the file `text` holds."""
+    if "{" in text or "\n" in text:
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ValueError(f"--chat-template {text!r} cannot be read: {reason}") from error
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on `host` and `port`: from now on nobody else can have the port.
+
+    Raises:
+        ValueError: names the port and what to do.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise ValueError(
+            f"--host {host!r} is not an address of this machine ({error}); use 127.0.0.1 or 0.0.0.0"
+        ) from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # Two sockets may both bind with SO_REUSEADDR as long as none listens, so listening is what claims the port.
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(f"port {port} on {host} is in use; stop what uses it or give another --port") from None
+        if error.errno == errno.EACCES:
+            raise ValueError(f"port {port} may not be used by this user; give a --port from 1024 on") from None
+        raise ValueError(f"--host {host} with --port {port} cannot be bound: {error.strerror}") from None
+    return listener
+
+
+def announcement(resolved: Resolved) -> str:
+    """Return what will run and what it costs, as printed before loading."""
+    model = resolved.model
+    num_experts = model.moe.routing.num_experts if model.moe is not None else 0
+    unit = "GPU" if resolved.config.parallel.device == "cuda" else "rank"
+    lines = [expansion(resolved.topology, num_experts=num_experts, unit=unit)]
+    if resolved.budget is not None:
+        lines.append(resolved.budget.table())
+    return "\n".join(lines)

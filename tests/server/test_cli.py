@@ -1,0 +1,210 @@
+"""The `moewe` command from outside: help, one-line mistakes, exit codes, the port held before anything loads."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from moewe.server import cli, cli_local, cli_serve
+from moewe.server.cli_serve import bind, server_options
+from moewe.server.cli_values import Settings
+from moewe.server.terminal import printable
+
+
+def run(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as left:
+        cli.main(words)
+    out, err = capfd.readouterr()
+    assert isinstance(left.value.code, int)
+    return left.value.code, out, err
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        yield taken
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"], [], ["serve", "--help"], ["chat", "-h"]])
+def test_help_and_version_do_not_load_torch(words: list[str]) -> None:
+    code = f"""
+import sys
+from moewe.server.cli import main
+try:
+    main({words!r})
+except SystemExit as left:
+    heavy = [name for name in ("torch", "transformers", "fastapi", "numpy") if name in sys.modules]
+    sys.exit(f"loaded {{heavy}}" if heavy else left.code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "moewe" in done.stdout
+
+
+def test_help_groups_flags_in_panels(capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capfd, "serve", "--help")
+    assert code == 0
+    for panel in ("Model", "Topology and device", "Memory", "Scheduling", "HTTP server", "General"):
+        assert panel in out
+    assert "Sampling" not in out and "Sampling" in run(capfd, "generate", "--help")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["serve"], "no MODEL is given"),
+        (["serve", "m", "--max-model-length", "3"], "--max-model-len"),
+        (["serve", "m", "--port", "abc"], "--port: 'abc'"),
+        (["serve", "m", "--port", "70000"], "--port 70000"),
+        (["serve", "m", "--topology", "EP8"], "did you mean EP8DP1?"),
+        (["serve", "m", "--topology", "dynamo-launch"], "not available in this version"),
+        (["serve", "m", "--topology", "EP2DP1", "--dialect", "x"], "vllm, sglang, deepseek"),
+        (["serve", "m", "-tp", "8"], "one --topology says it all"),
+        (["serve", "m", "--data-parallel-size=8"], "one --topology says it all"),
+        (["serve", "m", "--log-level", "loud"], "--log-level: 'loud'"),
+        (["serve", "m", "--host", "not a host", "--port", "0"], "--host 'not a host'"),
+        (["serve", "m", "--chat-template", "nowhere.jinja"], "'nowhere.jinja' cannot be read"),
+        (["serve", "m", "--shutdown-timeout", "-1"], "shutdown_timeout_s=-1"),
+        (["generate", "m", "text", "--max-tokens", "0"], "max_tokens=0"),
+        (["banana"], "banana"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_one(
+    capfd: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    code, out, err = run(capfd, *words)
+    assert code == 1
+    assert says in err and err.startswith("moewe: error: ") and len(err.splitlines()) == 1
+    assert "Traceback" not in out + err
+
+
+def test_a_port_in_use_is_known_before_anything_loads(listener: socket.socket) -> None:  # P-OPS-06
+    port = listener.getsockname()[1]
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "moewe", "serve", "demo", "--port", str(port)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert f"port {port} on 127.0.0.1 is in use" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert time.monotonic() - started < 30  # seconds on a busy machine; nothing that takes minutes has begun
+
+
+def test_the_port_is_held_from_binding_on() -> None:
+    with bind("127.0.0.1", 0) as held:
+        with pytest.raises(ValueError, match="in use"):
+            bind("127.0.0.1", held.getsockname()[1])
+
+
+def test_serve_holds_the_port_while_the_model_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from moewe.runtime import session
+
+    seen: list[str] = []
+
+    def locate(config: object) -> None:
+        with pytest.raises(ValueError, match="in use"):
+            bind("127.0.0.1", port)
+        seen.append("held")
+        raise ValueError("no such model")
+
+    monkeypatch.setattr(session, "locate", locate)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    code, _, err = run(capfd, "serve", "m", "--port", str(port))
+    assert (code, seen) == (1, ["held"]) and "no such model" in err
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ('{"architectures": null, "model_type": "foo"}', "mixtral, qwen2_moe, qwen3_moe"),
+        ('{"architectures": ["FooForCausalLM"]}', "mixtral, qwen2_moe, qwen3_moe"),
+        ("{", "config.json"),
+    ],
+)
+def test_an_unknown_model_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], config: str, says: str
+) -> None:  # P-LOAD-26
+    (tmp_path / "config.json").write_text(config)
+    code, _, err = run(capfd, "serve", str(tmp_path), "--port", "0")
+    assert code == 1 and len(err.splitlines()) == 1 and "Traceback" not in err
+    assert says in err, err
+
+
+def test_debug_shows_the_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capfd, "serve", "m", "--topology", "EP8", "--log-level", "debug")
+    assert code == 1 and "Traceback" in err and err.splitlines()[-1].startswith("moewe: error: ")
+
+
+def test_options_reach_their_owners(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    seen: list[Settings] = []
+    monkeypatch.setattr(cli_serve, "serve", lambda settings: seen.append(settings) or 0)
+    words = ["serve", "m", "--topology", "EP8DP8", "--dialect", "vllm", "--context-length", "100", "--port", "1",
+             "--served-model-name", "a", "--served-model-name", "b", "--numa-bind",
+             "--mem-fraction-static=0.5"]  # fmt: skip
+    assert run(capfd, *words)[0] == 0
+    (settings,) = seen
+    config = cli_serve.config_of(settings)
+    assert config.parallel.topology == "EP8DP1[adp=8,atp=1,red=0]"
+    assert config.model.max_model_len == 100 and config.parallel.numa_bind
+    assert config.cache.gpu_memory_utilization == 0.5
+    assert server_options(settings.http).served_model_name == ("a", "b")
+
+
+def test_exit_codes_of_commands(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def raising(error: BaseException) -> None:
+        def chat(settings: Settings) -> int:
+            raise error
+
+        monkeypatch.setattr(cli_local, "chat", chat)
+
+    class LostError(RuntimeError):
+        exit_code = 3
+
+    for error, expected, says in [
+        (ValueError("field=1 is wrong;\nuse 2"), 1, "moewe: error: field=1 is wrong; use 2"),
+        (LostError("rank 1 was killed"), 3, "rank 1 was killed"),
+        (KeyError("x"), 1, "an error in moewe"),
+        (KeyboardInterrupt(), 130, ""),
+    ]:
+        raising(error)
+        code, _, err = run(capfd, "chat", "m")
+        assert code == expected and says in err and "Traceback" not in err
+    monkeypatch.setattr(cli_local, "chat", lambda settings: 3)
+    assert run(capfd, "chat", "m")[0] == 3
+
+
+def test_chat_template_may_be_text_or_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text("from file")
+    assert server_options({"chat_template": str(file)}).chat_template == "from file"
+    assert server_options({"chat_template": "{{ messages }}"}).chat_template == "{{ messages }}"
+
+
+def test_a_model_cannot_steer_the_terminal() -> None:
+    assert printable("a\x1b[31mb\rc\n\td\x07é") == "a[31mbc\n\tdé"
+
+
+def test_version_is_the_packages(capfd: pytest.CaptureFixture[str]) -> None:
+    assert re.fullmatch(r"moewe \d+\.\d+\.\d+\n", run(capfd, "--version")[1])
