@@ -15,6 +15,7 @@ from .randomness import uniform
 
 # A nucleus rarely holds more tokens than this; where it does, the row's whole vocabulary is sorted.
 _NUM_CANDIDATES = 1024
+_RUN = 256  # ids summed at once when the distribution function is inverted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +104,24 @@ def _draw(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         index = torch.from_numpy(filtered).to(device)
         top_k = np.where(limited, rows.top_k, vocab)[filtered]
         weights[index] = _filter(weights[index], top_k, rows.top_p[filtered])
-    # The distribution function is inverted in id order, so that the last bits of the logits move no boundary far.
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    chance = torch.from_numpy(uniform(rows.seed, rows.position)).to(device)
+    return _invert(weights, torch.from_numpy(uniform(rows.seed, rows.position)).to(device))
+
+
+def _invert(weights: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
+    """Return where the distribution function of `weights` [N, V] passes `chance` [N] f64, [N] i64.
+
+    In id order, so that the last bits of the logits move no boundary far; by runs of ids first, then within one run.
+    """
+    num, vocab = weights.shape
+    runs = torch.nn.functional.pad(weights, (0, -vocab % _RUN)).view(num, -1, _RUN)
+    cumulative = runs.sum(-1, dtype=torch.float64).cumsum(-1)  # [N, ceil(V / _RUN)]
     target = chance[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=vocab - 1)
+    run = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
+    before = torch.nn.functional.pad(cumulative, (1, 0)).gather(1, run)
+    inner = runs[torch.arange(num, device=run.device), run[:, 0]].cumsum(-1, dtype=torch.float64)  # [N, _RUN]
+    last = inner[:, -1:]
+    within = torch.minimum(target - before, torch.nextafter(last, torch.zeros_like(last)))  # sums differ by rounding
+    return run[:, 0] * _RUN + torch.searchsorted(inner, within, right=True)[:, 0]
 
 
 def _filter(weights: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> torch.Tensor:

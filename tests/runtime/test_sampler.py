@@ -177,3 +177,18 @@ def test_logprobs_equal_reference(seed, vocab, num_top, levels):
         assert result.rank[row] == rank
         assert result.top_ids[row].tolist() == [token for token, _ in top]
         assert np.allclose(result.top[row], [value for _, value in top], atol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 900), st.floats(0, 1, exclude_max=True))
+def test_inverting_never_yields_a_token_of_no_weight(seed, vocab, chance):
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(4, vocab, generator=generator) * (torch.rand(4, vocab, generator=generator) < 0.1)
+    weights[torch.arange(4), torch.randint(vocab, (4,), generator=generator)] = 1.0
+    chances = torch.tensor([chance, 0.0, 1 - 2.0**-53, 0.5], dtype=torch.float64)
+    tokens = sampler._invert(weights, chances)
+    assert (weights[torch.arange(4), tokens] > 0).all()
+    for row, token in enumerate(tokens.tolist()):
+        share = (weights[row].double().cumsum(0) / weights[row].double().sum()).numpy()
+        assert share[token] >= chances[row] - 1e-12
+        assert token == 0 or share[token - 1] <= chances[row] + 1e-12
