@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..telemetry import ProgressBoard
 from ..topologies import parse_topology
+from .config import EngineConfig
 from .launch import EngineStart, Member, RunDirectory, WorkerStart, spawn_process, spawn_thread
 from .messages import FromWorker, ToWorker
 from .supervision import Limits, Verdict, Watchdog
@@ -33,7 +34,7 @@ class GroupParts:
 
     make_worker: WorkerFactory
     worker_module: str = WORKER_MODULE
-    make_hub: Callable[[EngineStart, int], ThreadHub] | None = None
+    make_hub: Callable[[EngineConfig, int], ThreadHub] | None = None
 
 
 class Group:
@@ -55,7 +56,7 @@ class Group:
         self.as_threads = num_ranks == 1 or start.config.parallel.ranks == "threads"
         self._directory = None if self.as_threads else RunDirectory()
         board = ProgressBoard(num_ranks, self._directory.board_path if self._directory else None)
-        hub = parts.make_hub(start, num_ranks) if self.as_threads and num_ranks > 1 and parts.make_hub else None
+        hub = parts.make_hub(start.config, num_ranks) if self.as_threads and num_ranks > 1 and parts.make_hub else None
         members: list[Member] = []
         try:
             for rank in range(num_ranks):
@@ -78,7 +79,7 @@ class Group:
             run_directory=str(self._directory.path) if self._directory else "",
             device_index=start.replica * num_ranks + rank,
             cpus=start.cpus[rank] if start.cpus else (),
-            label=f"{start.label} rank {rank}",
+            label=f"{start.label}rank {rank}",
         )
 
     def _spawn(self, start: WorkerStart, board: ProgressBoard, hub: ThreadHub | None) -> Member:

@@ -58,7 +58,7 @@ class EngineStart(Message, frozen=True, kw_only=True):
         eos_token_ids: of the model.
         fixed_max_model_len: `max_model_len` was asked for, so it may not be lowered.
         cpus: per rank, logical CPUs to run on; empty binds nothing.
-        label: how log lines call it.
+        label: what log lines put before `engine` and `rank`; empty for the only replica.
     """
 
     config: EngineConfig
@@ -67,7 +67,7 @@ class EngineStart(Message, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     fixed_max_model_len: bool = False
     cpus: tuple[tuple[int, ...], ...] = ()
-    label: str = "engine"
+    label: str = ""
 
 
 class Member(Protocol):

@@ -17,7 +17,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 # --- client (server process or LLM) -> engine ------------------------------------------------------------------------
-class Submit(Message):
+class Submit(Message, frozen=True, kw_only=True):
     """A validated request. `request_id` is unique among the client's live requests; lower `priority` runs first."""
 
     request_id: str
@@ -26,13 +26,13 @@ class Submit(Message):
     priority: int = 0
 
 
-class Abort(Message):
+class Abort(Message, frozen=True, kw_only=True):
     """Forget these requests and free what they hold; unknown ids are ignored."""
 
     request_ids: tuple[str, ...]
 
 
-class Shutdown(Message):
+class Shutdown(Message, frozen=True, kw_only=True):
     """Stop. With `drain`, running and queued requests are finished first."""
 
     drain: bool = False
@@ -72,13 +72,13 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_preemptions: int = 0
 
 
-class Outputs(Message):
+class Outputs(Message, frozen=True, kw_only=True):
     """Deltas of one step, at most one a request."""
 
     deltas: tuple[Delta, ...]
 
 
-class Loading(Message):
+class Loading(Message, frozen=True, kw_only=True):
     """Progress of loading on one rank, in bytes."""
 
     rank: int
@@ -87,7 +87,7 @@ class Loading(Message):
     stage: str = "weights"
 
 
-class Ready(Message):
+class Ready(Message, frozen=True, kw_only=True):
     """Loaded and warm. `capacity` is exact: blocks a rank, tokens a block.
 
     Attributes:
@@ -127,8 +127,8 @@ class RankStats(msgspec.Struct, frozen=True, kw_only=True):
     cache_resident: bool = False
 
 
-class Stats(Message):
-    """State of one engine; sent at most twice a second while busy, once when it falls idle, and as heartbeat each second."""
+class Stats(Message, frozen=True, kw_only=True):
+    """State of one engine; sent at most twice a second while busy, once when it falls idle, and each second."""
 
     num_running: int
     num_waiting: int
@@ -138,7 +138,7 @@ class Stats(Message):
     running_per_rank: tuple[int, ...] = ()
 
 
-class Failed(Message):
+class Failed(Message, frozen=True, kw_only=True):
     """The engine is lost; it has ended its workers and exits. `rank` is -1 when no single rank is to blame."""
 
     reason: str
@@ -146,30 +146,30 @@ class Failed(Message):
     user_error: bool = False
 
 
-class Stopped(Message):
+class Stopped(Message, frozen=True, kw_only=True):
     """The engine has ended its workers after `Shutdown` and exits."""
 
 
 # --- engine -> worker -------------------------------------------------------------------------------------------------
-class AllocateKV(Message):
+class AllocateKV(Message, frozen=True, kw_only=True):
     """Hold `num_blocks` blocks from now on (after `Loaded`; the engine takes the least over ranks)."""
 
     num_blocks: int
 
 
-class RunStep(Message):
+class RunStep(Message, frozen=True, kw_only=True):
     """Run one step: the common header and this rank's delta."""
 
     header: StepHeader
     plan: RankPlan
 
 
-class StopWorker(Message):
+class StopWorker(Message, frozen=True, kw_only=True):
     """Leave the loop and exit."""
 
 
 # --- worker -> engine -------------------------------------------------------------------------------------------------
-class Loaded(Message):
+class Loaded(Message, frozen=True, kw_only=True):
     """Weights are in place on `rank`; it could hold `num_blocks` KV blocks."""
 
     rank: int
@@ -180,20 +180,20 @@ class Loaded(Message):
     pid: int
 
 
-class KVAllocated(Message):
+class KVAllocated(Message, frozen=True, kw_only=True):
     """KV is allocated and the rank is warm."""
 
     rank: int
 
 
-class StepDone(Message):
+class StepDone(Message, frozen=True, kw_only=True):
     """The outcome of one step on one rank."""
 
     rank: int
     result: RankResult
 
 
-class WorkerFailed(Message):
+class WorkerFailed(Message, frozen=True, kw_only=True):
     """An exception ended the worker. `user_error` marks a mistake that the user can mend (bad checkpoint)."""
 
     rank: int

@@ -114,6 +114,16 @@ def process_state(pid: int) -> str | None:
     return stat.rpartition(")")[2].split()[0]
 
 
+def wait_gone(pids: Sequence[int], timeout: float) -> bool:
+    """Wait until none of `pids` runs any more (they need not be our children); False after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while any(process_state(pid) not in (None, "Z") for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
 class Watched(Protocol):
     """What the watchdog asks of a rank."""
 

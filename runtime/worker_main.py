@@ -19,6 +19,7 @@ from ..telemetry import ProgressBoard, RankProgress
 from ..telemetry.progress import STATE_BUSY, STATE_IDLE, STATE_STARTING
 from .channel import Channel, ChannelClosed
 from .child import enter_child, log_as
+from .config import EngineConfig
 from .launch import WorkerStart, board_path, store_path
 from .messages import (
     AllocateKV,
@@ -35,7 +36,6 @@ from .messages import (
 from .plan import RankPlan, RankResult, StepHeader
 
 if TYPE_CHECKING:
-    from ..models.config import ModelConfig
     from ..moe.wide_ep.exchange import Exchange
     from ..moe.wide_ep.exchange_threads import ThreadHub
     from ..moe.wide_ep.placement import ExpertPlacement
@@ -178,8 +178,6 @@ def build_worker(
     """Return the real worker: its share of the experts, and the exchange that its group uses."""
     import torch
 
-    from ..models.families import load_config
-    from ..moe.wide_ep.placement import linear_placement
     from .worker import Worker
 
     config = start.config
@@ -187,22 +185,36 @@ def build_worker(
         torch.set_num_threads(config.parallel.threads)
     if config.parallel.device.startswith("cuda"):
         torch.cuda.set_device(start.device_index)
-    model = load_config(Path(config.model.path))
-    num_experts = model.moe.routing.num_experts if model.moe is not None else 0
-    placement = linear_placement(len(model.moe_layers), num_experts, start.num_ranks)
+    placement = _placement(config, start.num_ranks)
     return Worker(
         config,
         rank=start.rank,
         num_ranks=start.num_ranks,
-        exchange=_join_exchange(start, model, placement, progress, hub),
+        exchange=_join_exchange(start, placement, progress, hub),
         placement=placement,
         progress=progress,
         on_loading=on_loading,
     )
 
 
+def build_hub(config: EngineConfig, num_ranks: int) -> ThreadHub:
+    """Return the meeting place of ranks that are threads."""
+    from ..moe.wide_ep.exchange_threads import ThreadHub
+
+    return ThreadHub(_placement(config, num_ranks).slot_ranges)
+
+
+def _placement(config: EngineConfig, num_ranks: int) -> ExpertPlacement:
+    from ..models.families import load_config
+    from ..moe.wide_ep.placement import linear_placement
+
+    model = load_config(Path(config.model.path))
+    num_experts = model.moe.routing.num_experts if model.moe is not None else 0
+    return linear_placement(len(model.moe_layers), num_experts, num_ranks)
+
+
 def _join_exchange(
-    start: WorkerStart, model: ModelConfig, placement: ExpertPlacement, progress: RankProgress, hub: ThreadHub | None
+    start: WorkerStart, placement: ExpertPlacement, progress: RankProgress, hub: ThreadHub | None
 ) -> Exchange:
     if start.num_ranks == 1:
         from ..moe.wide_ep.exchange_local import LocalExchange

@@ -1,0 +1,50 @@
+"""From what a worker computed to what a client is told: log-probabilities with texts, and seeds for those without one.
+
+Not text of a request (runtime/text_output.py) and not sampling (runtime/sampler.py). Pure functions.
+Units: natural logarithms; ranks count from 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from .messages import LogprobEntry
+from .plan import TokenLogprobs
+
+TokenText = Callable[[int], str]
+_MASK = (1 << 64) - 1
+
+
+def logprob_entries(found: TokenLogprobs, token_text: TokenText | None) -> tuple[LogprobEntry, ...]:
+    """Return the chosen token first, then the most likely ones in order, the chosen one not twice."""
+    chosen = found.token_ids[0]
+    entries = [(chosen, found.logprobs[0], found.rank)]
+    for place, (token_id, logprob) in enumerate(zip(found.token_ids[1:], found.logprobs[1:]), start=1):
+        if token_id != chosen:
+            entries.append((token_id, logprob, place))
+    return tuple(
+        LogprobEntry(
+            token_id=token_id,
+            logprob=logprob,
+            rank=rank,
+            decoded_token=token_text(token_id) if token_text is not None else None,
+        )
+        for token_id, logprob, rank in entries
+    )
+
+
+def seed_sequence(*key: int) -> Callable[[], int]:
+    """Return a function that gives a new 63-bit seed at each call; equal keys give equal sequences."""
+    base = 0
+    for part in key:
+        base = _mix(base ^ (part & _MASK))
+    count = itertools.count()
+    return lambda: _mix((base + 0x9E3779B97F4A7C15 * (next(count) + 1)) & _MASK) >> 1
+
+
+def _mix(value: int) -> int:
+    """Scramble 64 bits (the finaliser of splitmix64)."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

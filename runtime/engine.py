@@ -1,0 +1,146 @@
+"""`Engine`: the three verbs in one loop body. Plan a step, run it on all ranks, book what came of it.
+
+Not a process (runtime/engine_main.py) and not a decision (runtime/scheduler.py). No torch here.
+Units: seconds, tokens. Two steps are in flight when there is work: one runs, the next one waits at the workers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from .admission import AdmissionError
+from .deltas import TokenText, logprob_entries
+from .messages import Delta, Submit
+from .params import SamplingParams
+from .plan import StepPlan, StepResult, unpack
+from .request import Request, SequenceUpdate
+from .scheduler import Scheduler
+
+DEPTH = 2
+
+
+class StepRunner(Protocol):
+    """What the engine asks of a group of ranks (runtime/workers.py)."""
+
+    @property
+    def in_flight(self) -> int:
+        """Steps submitted and not yet collected."""
+        ...
+
+    def submit(self, plan: StepPlan) -> None:
+        """Send every rank its part."""
+        ...
+
+    def collect(self, timeout: float | None = None) -> StepResult | None:
+        """Return the oldest result, or None when it did not come in time."""
+        ...
+
+
+class TextStream(Protocol):
+    """What the engine asks of the text side of one request (runtime/text_output.py)."""
+
+    def add(self, token_ids: list[int], finish_reason: str | None) -> tuple[str, bool]:
+        """Return new text and whether a stop string is complete."""
+        ...
+
+
+@dataclass(slots=True)
+class _Live:
+    request: Request
+    text: TextStream
+
+
+class Engine:
+    """Requests in, deltas out.
+
+    Args:
+        scheduler: decides.
+        workers: a group of ranks, or a stand-in.
+        make_text: the text side of a new request; raises ValueError for what it cannot do.
+        token_text: text of one token, for log-probabilities; None when there is no tokenizer.
+        seeds: draws the seed of a request that has none.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        workers: StepRunner,
+        *,
+        make_text: Callable[[SamplingParams], TextStream],
+        token_text: TokenText | None,
+        seeds: Callable[[], int],
+    ) -> None:
+        self.scheduler = scheduler
+        self.workers = workers
+        self.num_steps = 0
+        self._make_text = make_text
+        self._token_text = token_text
+        self._seeds = seeds
+        self._live: dict[str, _Live] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """True while a request is unfinished or a step is in flight."""
+        return self.workers.in_flight > 0 or self.scheduler.has_work
+
+    def add(self, submit: Submit) -> Delta | None:
+        """Queue a request; one that cannot be taken is answered with an error and disturbs no other."""
+        params = submit.params
+        request = Request(
+            request_id=submit.request_id,
+            prompt_token_ids=unpack(submit.prompt_token_ids),
+            params=params,
+            seed=params.seed if params.seed is not None else self._seeds(),
+            priority=submit.priority,
+            arrival=time.monotonic(),
+        )
+        try:
+            text = self._make_text(params)
+            self.scheduler.add(request)
+        except (AdmissionError, ValueError) as error:
+            return Delta(request_id=submit.request_id, finish_reason="error", error=str(error))
+        self._live[request.request_id] = _Live(request, text)
+        return None
+
+    def abort(self, request_ids: tuple[str, ...]) -> list[Delta]:
+        """Forget requests; unknown ids are ignored."""
+        known = [request_id for request_id in request_ids if self._live.pop(request_id, None) is not None]
+        for request_id in known:
+            self.scheduler.abort(request_id)
+        return [Delta(request_id=request_id, finish_reason="abort") for request_id in known]
+
+    def step(self, timeout: float | None = None) -> list[Delta]:
+        """Put one more step in flight, or collect the oldest; empty when it did not end within `timeout` seconds."""
+        if self.workers.in_flight < DEPTH and (plan := self.scheduler.schedule()) is not None:
+            self.workers.submit(plan)
+            if self.workers.in_flight < DEPTH:
+                return []
+        result = self.workers.collect(timeout) if self.workers.in_flight else None
+        if result is None:
+            return []
+        self.num_steps += 1
+        return [self._delta(update) for update in self.scheduler.apply(result)]
+
+    def _delta(self, update: SequenceUpdate) -> Delta:
+        request, reason = update.request, update.finish_reason
+        live = self._live[request.request_id]
+        text, stopped = live.text.add(update.token_ids, reason)
+        if stopped:
+            if reason is None:
+                self.scheduler.finish(request.request_id)
+            reason = "stop"
+        if reason is not None:
+            del self._live[request.request_id]
+        return Delta(
+            request_id=request.request_id,
+            token_ids=tuple(update.token_ids),
+            text=text,
+            logprobs=tuple(logprob_entries(entry, self._token_text) for entry in update.logprobs),
+            finish_reason=reason,
+            error=update.error,
+            first_scheduled=request.first_scheduled,
+            num_preemptions=request.num_preemptions,
+        )

@@ -1,0 +1,257 @@
+"""The life of one engine, in a process or a thread: start the ranks, then steps between commands and deltas.
+
+Not the step itself (runtime/engine.py) and not the client's side (runtime/replicas.py).
+Units: seconds. Exit codes: 0 stopped when asked, 1 could not start, 3 a rank or the engine was lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import sys
+from collections import deque
+from pathlib import Path
+
+from ..text import Tokenizer, load_tokenizer
+from .channel import Channel, ChannelClosed
+from .child import enter_child, log_as
+from .deltas import seed_sequence
+from .engine import Engine
+from .group import Group, GroupParts
+from .launch import EngineStart
+from .messages import (
+    Abort,
+    AllocateKV,
+    Delta,
+    Failed,
+    KVAllocated,
+    Loaded,
+    Loading,
+    Outputs,
+    Ready,
+    Shutdown,
+    Stopped,
+    Submit,
+    ToEngine,
+)
+from .scheduler import Scheduler
+from .scheduler_config import SchedulerConfig
+from .start_up import check_blocks, stall_limits
+from .stats_reporter import StatsReporter
+from .text_output import TextOutput
+from .worker_main import build_hub, build_worker
+from .workers import RankLost
+
+log = logging.getLogger(__name__)
+
+EXIT_STOPPED, EXIT_NOT_STARTED, EXIT_LOST = 0, 1, 3
+HEARTBEAT_S = 1.0
+STEP_TIMEOUT_S = 0.5
+# Deltas that a client may leave unread before the engine waits for it.
+MOST_UNREAD_BYTES = 8 << 20
+
+
+class EngineLoop:
+    """One engine with its ranks and its client.
+
+    Args:
+        client: commands come from here, everything that happens goes there.
+        start: what to run.
+        parts: what ranks are made of.
+    """
+
+    def __init__(self, client: Channel[ToEngine], start: EngineStart, parts: GroupParts) -> None:
+        self._client = client
+        self._start = start
+        self._parts = parts
+        self._group: Group | None = None
+        self._engine: Engine | None = None
+        self._reporter: StatsReporter | None = None
+        self._commands: deque[ToEngine] = deque()
+        self._shutdown: Shutdown | None = None
+
+    def run(self) -> int:
+        """Live until `Shutdown`, the end of the client, or a loss. Returns the exit code; no rank is left."""
+        try:
+            self._group = group = Group(self._start, self._parts)
+            self._reporter = StatsReporter(self._client, group.workers)
+            tokenizer = self._load_tokenizer()
+            ready = self._start_up(group)
+            if ready is not None:
+                self._engine = self._make_engine(group, ready, tokenizer)
+                self._client.send(ready)
+                self._serve(self._engine)
+            group.stop()
+            self._say_last(Stopped())
+            return EXIT_STOPPED
+        except ChannelClosed:
+            log.warning("the client is gone; ending")
+            failed = None
+        except RankLost as lost:
+            failed = Failed(reason=lost.reason, rank=lost.rank, user_error=lost.user_error)
+        except Exception as error:
+            user_error = isinstance(error, ValueError) and self._engine is None
+            if not user_error:
+                log.exception("the engine failed")
+            reason = str(error) if user_error else f"the engine failed: {type(error).__name__}: {error}"
+            failed = Failed(reason=reason, user_error=user_error)
+        if self._group is not None:
+            self._group.kill()
+        if failed is not None:
+            log.error("%s", failed.reason)
+            self._say_last(failed)
+        return EXIT_NOT_STARTED if self._engine is None else EXIT_LOST
+
+    def _say_last(self, message: Failed | Stopped) -> None:
+        """Say the last word, after the ranks are gone; a client that does not listen does not hold us up."""
+        try:
+            self._client.send(message, timeout=2.0)
+        except (ChannelClosed, TimeoutError):
+            log.warning("nobody heard: %s", type(message).__name__)
+
+    # --- start-up --------------------------------------------------------------------------------------------------
+    def _load_tokenizer(self) -> Tokenizer | None:
+        model = self._start.config.model
+        return None if model.skip_tokenizer_init else load_tokenizer(Path(model.tokenizer or model.path))
+
+    def _start_up(self, group: Group) -> Ready | None:
+        """Bring all ranks to the point where they wait for plans; None when `Shutdown` came first."""
+        num_ranks = group.workers.num_ranks
+        loaded: dict[int, Loaded] = {}
+        allocated: set[int] = set()
+        num_blocks = 0
+        while len(allocated) < num_ranks:
+            self._listen(group)
+            if self._may_end_unready():
+                return None
+            for message in group.workers.receive(0.0):
+                match message:
+                    case Loading():
+                        self._client.post(message)
+                    case Loaded():
+                        loaded[message.rank] = message
+                        if len(loaded) == num_ranks:
+                            num_blocks = min(rank.num_blocks for rank in loaded.values())
+                            check_blocks(self._start, num_blocks)
+                            group.workers.broadcast(AllocateKV(num_blocks=num_blocks))
+                    case KVAllocated():
+                        allocated.add(message.rank)
+            self._report(None)
+        ranks = [loaded[rank] for rank in range(num_ranks)]
+        group.all_met(stall_limits(self._start, ranks))
+        config = self._start.config
+        return Ready(
+            num_blocks=num_blocks,
+            block_size=config.cache.block_size,
+            max_model_len=min(config.model.max_model_len or 1 << 30, num_blocks * config.cache.block_size),
+            max_num_seqs=config.schedule.max_num_seqs,
+            memory_bandwidth=tuple(rank.memory_bandwidth for rank in ranks),
+            weight_bytes=tuple(rank.weight_bytes for rank in ranks),
+            weight_bytes_read=tuple(rank.weight_bytes_read for rank in ranks),
+            pids=tuple(member.pid for member in group.workers.members),
+        )
+
+    def _make_engine(self, group: Group, ready: Ready, tokenizer: Tokenizer | None) -> Engine:
+        schedule, num_ranks = self._start.config.schedule, group.workers.num_ranks
+        limits = SchedulerConfig(
+            num_ranks=num_ranks,
+            num_blocks=ready.num_blocks,
+            block_size=ready.block_size,
+            max_model_len=ready.max_model_len,
+            max_num_seqs=schedule.max_num_seqs,
+            max_num_batched_tokens=schedule.max_num_batched_tokens,
+            policy=schedule.policy,
+            exchange="local" if num_ranks == 1 else "threads" if group.as_threads else "all_to_all",
+            max_queued_requests=schedule.max_queued_requests,
+            eos_token_ids=self._start.eos_token_ids,
+        )
+        return Engine(
+            Scheduler(limits),
+            group.workers,
+            make_text=lambda params: TextOutput(tokenizer, params),
+            token_text=tokenizer.token_text if tokenizer is not None else None,
+            seeds=seed_sequence(self._start.config.model.seed, self._start.replica),
+        )
+
+    # --- serving ---------------------------------------------------------------------------------------------------
+    def _serve(self, engine: Engine) -> None:
+        assert self._group is not None
+        while True:
+            self._report(engine)
+            if engine.has_work:
+                self._take_commands()
+            else:
+                self._listen(self._group)
+                self._group.workers.receive(0.0)
+            while self._commands:
+                self._obey(engine, self._commands.popleft())
+            if self._shutdown is not None and not (self._shutdown.drain and engine.has_work):
+                return
+            if engine.has_work:
+                self._emit(engine.step(timeout=STEP_TIMEOUT_S))
+
+    def _listen(self, group: Group) -> None:
+        """Wait in the kernel until the client or a rank has something to say, for at most a heartbeat."""
+        poll = select.poll()
+        poll.register(self._client, select.POLLIN | (select.POLLOUT if self._client.pending_bytes else 0))
+        for fd in group.workers.filenos():
+            poll.register(fd, select.POLLIN)
+        poll.poll(0 if self._client.has_messages else HEARTBEAT_S * 1000)
+        self._client.flush()
+        self._take_commands()
+
+    def _take_commands(self) -> None:
+        self._commands.extend(self._client.receive_ready())
+
+    def _may_end_unready(self) -> bool:
+        """Tell whether `Shutdown` came, and with no request before it that it lets finish."""
+        ends = [command for command in self._commands if isinstance(command, Shutdown)]
+        return bool(ends) and not (ends[-1].drain and any(isinstance(c, Submit) for c in self._commands))
+
+    def _obey(self, engine: Engine, command: ToEngine) -> None:
+        match command:
+            case Shutdown():
+                self._shutdown = command
+            case Submit(request_id=request_id) if self._shutdown is not None:
+                self._emit([Delta(request_id=request_id, finish_reason="error", error="the server is shutting down")])
+            case Submit():
+                refused = engine.add(command)
+                self._emit([refused] if refused is not None else [])
+            case Abort(request_ids=request_ids):
+                self._emit(engine.abort(request_ids))
+
+    def _emit(self, deltas: list[Delta]) -> None:
+        if deltas:
+            self._client.post(Outputs(deltas=tuple(deltas)))
+        while self._client.pending_bytes > MOST_UNREAD_BYTES:
+            self._client.wait_sent(HEARTBEAT_S)
+
+    def _report(self, engine: Engine | None) -> None:
+        assert self._reporter is not None
+        self._reporter.report(engine)
+
+
+def run_engine(client: Channel[ToEngine], start: EngineStart, parts: GroupParts | None = None) -> int:
+    """Live as an engine; see `EngineLoop.run`."""
+    return EngineLoop(client, start, parts or real_parts()).run()
+
+
+def real_parts() -> GroupParts:
+    """Return what ranks are made of outside tests."""
+    return GroupParts(make_worker=build_worker, make_hub=build_hub)
+
+
+def main() -> None:
+    """Be an engine process."""
+    client: Channel[EngineStart | ToEngine] = enter_child(EngineStart | ToEngine)
+    start = client.receive()
+    assert isinstance(start, EngineStart)
+    log_as(f"{start.label}engine")
+    code = run_engine(client, start)  # type: ignore[arg-type]
+    sys.stderr.flush()
+    os._exit(code)  # threads of ranks that were cut off could block an orderly exit
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""From what a user left open to numbers: a new `EngineConfig` without `auto`, each choice logged once.
+
+Not parsing and not loading; it reads config.json and the host's size, no weights. Runs once, before any engine starts.
+Units: bytes, blocks, tokens, logical CPUs; per rank where not said otherwise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ..models.config import ModelConfig
+from ..models.families import load_config
+from ..models.footprint import model_footprint
+from ..quant import parse_format
+from ..topologies import ByteBudget, ModelFootprint, Topology, byte_budget, check_fits, check_runnable, parse_topology
+from ..topologies.hardware import available_memory_bytes, host_cores, host_memory_bytes, numa_nodes
+from .config import LOAD_FORMATS, CacheOptions, EngineConfig
+from .scheduler_config import SchedulerConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """Everything that is known before loading.
+
+    Attributes:
+        config: without `auto`; on CPU with the exact number of blocks.
+        topology: parsed.
+        model: the checkpoint's config.
+        footprint: what the model weighs.
+        budget: bytes of the fullest rank; None on a GPU, whose memory the rank itself looks at.
+        fixed_max_model_len: the length was asked for and may not be lowered.
+        cpus: per global rank, the logical CPUs to run on; empty binds nothing.
+    """
+
+    config: EngineConfig
+    topology: Topology
+    model: ModelConfig
+    footprint: ModelFootprint
+    budget: ByteBudget | None
+    fixed_max_model_len: bool
+    cpus: tuple[tuple[int, ...], ...]
+
+
+def resolve(config: EngineConfig) -> Resolved:
+    """Fill in what `config` leaves open, or refuse what cannot run.
+
+    Raises:
+        ValueError: one line with the field, the value and the fix (a ConfigError or TopologyError among them).
+    """
+    _check_words(config)
+    topology = parse_topology(config.parallel.topology)
+    model = load_config(Path(config.model.path))
+    check_runnable(topology, num_experts=model.moe.routing.num_experts if model.moe is not None else 0)
+    dtype = parse_format(model.dtype if config.model.dtype == "auto" else config.model.dtype)
+    if config.model.dtype == "auto":
+        log.info("dtype: %s, the checkpoint's", dtype.name)
+    threads, cpus = _compute(config, topology)
+    footprint = model_footprint(model, name=config.model.model, dtype=dtype)
+    asked = config.model.max_model_len
+    if asked is not None and asked > model.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len={asked} is more than the model was made for; use at most {model.max_position_embeddings}"
+        )
+    config = msgspec.structs.replace(
+        config,
+        model=msgspec.structs.replace(
+            config.model, dtype=dtype.name, max_model_len=asked or model.max_position_embeddings
+        ),
+        parallel=msgspec.structs.replace(config.parallel, topology=topology.long(), threads=threads),
+    )
+    budget = None
+    if config.parallel.device == "cpu":
+        config, budget = _fit_host(config, topology, footprint, fixed=asked is not None)
+    _check_schedule(config, topology)
+    return Resolved(
+        config=config,
+        topology=topology,
+        model=model,
+        footprint=footprint,
+        budget=budget,
+        fixed_max_model_len=asked is not None,
+        cpus=cpus,
+    )
+
+
+def rank_memory_bytes(cache: CacheOptions, topology: Topology) -> int:
+    """Return what a rank on CPU may use: its part of the share of this host that is allowed and free now."""
+    usable = min(int(host_memory_bytes() * cache.gpu_memory_utilization), available_memory_bytes())
+    return usable // topology.num_ranks
+
+
+def kv_blocks(cache: CacheOptions, *, block_bytes: int, free_bytes: int, useful_blocks: int) -> int:
+    """Return how many KV blocks a rank shall hold.
+
+    Args:
+        cache: exact numbers in it win.
+        block_bytes: of one block.
+        free_bytes: what is left for KV once weights and buffers are in place.
+        useful_blocks: more would never be used.
+    """
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    if cache.kv_cache_memory_bytes is not None:
+        return cache.kv_cache_memory_bytes // block_bytes
+    return max(0, min(free_bytes // block_bytes, useful_blocks))
+
+
+def _fit_host(
+    config: EngineConfig, topology: Topology, footprint: ModelFootprint, *, fixed: bool
+) -> tuple[EngineConfig, ByteBudget]:
+    cache, schedule = config.cache, config.schedule
+    memory = rank_memory_bytes(cache, topology)
+    length = config.model.max_model_len
+    assert length is not None
+
+    def budget_at(max_model_len: int, kv_bytes: int | None) -> ByteBudget:
+        return byte_budget(
+            footprint,
+            topology,
+            rank_memory_bytes=memory,
+            max_num_batched_tokens=schedule.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            block_size=cache.block_size,
+            max_num_seqs=schedule.max_num_seqs,
+            kv_bytes=kv_bytes,
+        )
+
+    budget = budget_at(length, 0)
+    block_bytes = budget.block_bytes
+    num_blocks = kv_blocks(
+        cache,
+        block_bytes=block_bytes,
+        free_bytes=memory - budget.fixed_bytes,
+        useful_blocks=schedule.max_num_seqs * -(-length // cache.block_size),
+    )
+    tokens = num_blocks * cache.block_size
+    if 0 < tokens < length and not fixed:
+        log.info("max_model_len: %d, lowered from the model's %d to what KV holds", tokens, length)
+        length = tokens
+    budget = budget_at(length, num_blocks * block_bytes)
+    check_fits(budget, host_bytes=memory * topology.num_ranks)
+    if cache.num_blocks is None:
+        log.info("KV: %d blocks of %d tokens a rank, %d bytes", num_blocks, cache.block_size, num_blocks * block_bytes)
+    model = msgspec.structs.replace(config.model, max_model_len=length)
+    cache = msgspec.structs.replace(cache, num_blocks=num_blocks)
+    return msgspec.structs.replace(config, model=model, cache=cache), budget
+
+
+def _compute(config: EngineConfig, topology: Topology) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """Return compute threads a rank and, when binding, the CPUs of every global rank."""
+    cpus = rank_cpus(numa_nodes(), topology.num_ranks) if config.parallel.numa_bind else ()
+    threads = config.parallel.threads
+    if threads is None:
+        threads = min(len(own) for own in cpus) if cpus else max(1, host_cores() // topology.num_ranks)
+        log.info("threads: %d a rank, %d cores for %d ranks", threads, host_cores(), topology.num_ranks)
+    return threads, cpus
+
+
+def rank_cpus(nodes: list[list[int]], num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Deal the CPUs of `nodes` to ranks: consecutive ranks share a node, and no rank spans two unless it must.
+
+    Example:
+        >>> rank_cpus([[0, 1], [2, 3]], 4)
+        ((0,), (1,), (2,), (3,))
+    """
+    if num_ranks < len(nodes):
+        starts = [len(nodes) * rank // num_ranks for rank in range(num_ranks + 1)]
+        return tuple(tuple(cpu for node in nodes[a:b] for cpu in node) for a, b in itertools.pairwise(starts))
+    dealt: list[tuple[int, ...]] = []
+    for i, node in enumerate(nodes):
+        count = num_ranks * (i + 1) // len(nodes) - num_ranks * i // len(nodes)
+        for j in range(count):
+            own = node[len(node) * j // count : len(node) * (j + 1) // count]
+            dealt.append(tuple(own or [node[j % len(node)]]))
+    return tuple(dealt)
+
+
+def _check_words(config: EngineConfig) -> None:
+    model, cache, parallel, schedule = config.model, config.cache, config.parallel, config.schedule
+    checks = [
+        ("load_format", model.load_format, model.load_format in LOAD_FORMATS, f"use {'|'.join(LOAD_FORMATS)}"),
+        ("ranks", parallel.ranks, parallel.ranks in ("processes", "threads"), "use processes or threads"),
+        ("device", parallel.device, parallel.device in ("cpu", "cuda"), "use cpu or cuda"),
+        ("threads", parallel.threads, parallel.threads is None or parallel.threads >= 1, "use at least 1"),
+        ("gpu_memory_utilization", cache.gpu_memory_utilization, 0 < cache.gpu_memory_utilization <= 1,
+         "use a share above 0 and up to 1"),
+        ("kv_cache_memory_bytes", cache.kv_cache_memory_bytes,
+         cache.kv_cache_memory_bytes is None or cache.kv_cache_memory_bytes > 0, "use a positive number of bytes"),
+        ("num_blocks", cache.num_blocks, cache.num_blocks is None or cache.num_blocks > 0, "use at least 1"),
+        ("block_size", cache.block_size, 1 <= cache.block_size <= 256, "use 1 to 256 tokens, 16 by default"),
+        ("stall_timeout_s", schedule.stall_timeout_s, schedule.stall_timeout_s >= 1, "use at least 1 second"),
+        ("max_model_len", model.max_model_len, model.max_model_len is None or model.max_model_len >= 2,
+         "use at least 2 (prompt and output)"),
+    ]  # fmt: skip
+    for field, value, fine, fix in checks:
+        if not fine:
+            raise ValueError(f"{field}={value!r} is not allowed; {fix}")
+
+
+def _check_schedule(config: EngineConfig, topology: Topology) -> None:
+    """Let the scheduler refuse its limits before anything is loaded."""
+    schedule, length = config.schedule, config.model.max_model_len
+    assert length is not None
+    SchedulerConfig(
+        num_ranks=topology.ep,
+        num_blocks=config.cache.num_blocks or 1,
+        block_size=config.cache.block_size,
+        max_model_len=length,
+        max_num_seqs=schedule.max_num_seqs,
+        max_num_batched_tokens=schedule.max_num_batched_tokens,
+        policy=schedule.policy,
+        max_queued_requests=schedule.max_queued_requests,
+    )

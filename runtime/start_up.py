@@ -1,0 +1,53 @@
+"""What an engine concludes from what its ranks found while loading: enough KV or not, and how patient to be.
+
+Not the start-up itself (runtime/engine_main.py). Pure but for log lines.
+Units: blocks, tokens, seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from .launch import EngineStart
+from .messages import Loaded
+from .supervision import Limits, predicted_layer_s
+
+log = logging.getLogger(__name__)
+
+
+def check_blocks(start: EngineStart, num_blocks: int) -> None:
+    """Refuse a KV pool that holds nothing, or less than a length that was asked for.
+
+    Raises:
+        ValueError: names the numbers and the fix.
+    """
+    wanted, block_size = start.config.model.max_model_len, start.config.cache.block_size
+    tokens = num_blocks * block_size
+    if num_blocks < 1:
+        raise ValueError(
+            "no memory is left for KV (0 blocks); give --kv-cache-memory-bytes, or use more ranks or a smaller model"
+        )
+    if wanted is None or tokens >= wanted:
+        return
+    if start.fixed_max_model_len:
+        raise ValueError(
+            f"KV of {num_blocks} blocks holds {tokens} tokens, less than max_model_len={wanted}; "
+            f"use --max-model-len {tokens} or give --kv-cache-memory-bytes more"
+        )
+    log.info("max_model_len: %d, lowered from %d to what KV holds", tokens, wanted)
+
+
+def stall_limits(start: EngineStart, ranks: Sequence[Loaded]) -> Limits:
+    """Return how long a rank may stand still in a step: more where a large model meets a slow machine."""
+    schedule = start.config.schedule
+    layer_s = max(
+        predicted_layer_s(
+            weight_bytes=rank.weight_bytes,
+            num_layers=start.num_layers,
+            memory_bandwidth=rank.memory_bandwidth,
+            num_rows=schedule.max_num_batched_tokens,
+        )
+        for rank in ranks
+    )
+    return Limits(stall_s=max(schedule.stall_timeout_s, 4 * layer_s))

@@ -1,0 +1,67 @@
+"""When an engine tells its client how it stands, and what it says: the `Stats` message, which is its heartbeat too.
+
+Not metrics (runtime/metrics.py) and not the counters' encoding (runtime/stats.py).
+Units: seconds. At most twice a second while busy, once when it falls idle, and each second in any case.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from .channel import Channel
+from .engine import Engine
+from .messages import Stats, ToEngine
+from .stats import rank_stats
+from .workers import Workers
+
+BUSY_EVERY_S = 0.5
+IDLE_EVERY_S = 1.0
+
+
+class StatsReporter:
+    """Sends `Stats` when one is due.
+
+    Args:
+        client: who is told; while it has not read the last ones it gets no more.
+        workers: keep the newest counters of each rank.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, client: Channel[ToEngine], workers: Workers, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._client = client
+        self._workers = workers
+        self._clock = clock
+        self._last = float("-inf")
+        self._was_busy = False
+
+    def report(self, engine: Engine | None) -> None:
+        """Send statistics if they are due; `engine` is None before it is ready."""
+        busy = engine is not None and engine.has_work
+        due = self._last + (BUSY_EVERY_S if busy else IDLE_EVERY_S)
+        fell_idle = self._was_busy and not busy
+        now = self._clock()
+        self._was_busy |= busy
+        if (now < due and not fell_idle) or self._client.pending_bytes:
+            return
+        self._last, self._was_busy = now, busy
+        self._client.post(self._stats(engine))
+
+    def _stats(self, engine: Engine | None) -> Stats:
+        if engine is None:
+            return Stats(num_running=0, num_waiting=0, num_preemptions=0, num_steps=0)
+        figures = engine.scheduler
+        blocks = zip(self._workers.counters, figures.used_blocks_per_rank)
+        return Stats(
+            num_running=figures.num_running,
+            num_waiting=figures.num_waiting,
+            num_preemptions=figures.num_preemptions,
+            num_steps=engine.num_steps,
+            ranks=tuple(
+                rank_stats(rank, counters, used_blocks=used, total_blocks=figures.config.num_blocks)
+                for rank, (counters, used) in enumerate(blocks)
+            ),
+            running_per_rank=figures.running_per_rank,
+        )
