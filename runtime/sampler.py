@@ -129,7 +129,7 @@ def _filter(weights: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> torc
     limit = torch.from_numpy(top_k).to(weights.device)[:, None]  # [N, 1], V where unlimited
     share = torch.from_numpy(top_p).to(weights.device)[:, None]
     widest = int(top_k[top_k < vocab].max(initial=0))
-    num = min(vocab, max(_NUM_CANDIDATES, widest))
+    num = widest if (top_k < vocab).all() else min(vocab, max(_NUM_CANDIDATES, widest))
     keep, enough = _count_kept(weights, limit, share, num)
     if not enough:
         keep, _ = _count_kept(weights, limit, share, vocab)
