@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 from moewe.runtime.batch_state import BatchState
-from moewe.runtime.plan import FINISH_STOP, RankPlan, RankResult, StepPlan, StepResult, pack, unpack
+from moewe.runtime.plan import FINISH_ERROR, FINISH_STOP, RankPlan, RankResult, StepPlan, StepResult, pack, unpack
 from moewe.runtime.scheduler import Request, Scheduler, SchedulerConfig
 
 from tests.support.null_worker import EOS, NullEngine, expected_tokens, make_request, next_token
@@ -29,6 +29,13 @@ def grants_of(rank: RankPlan) -> list[list[int]]:
 
 def released_of(rank: RankPlan) -> list[int]:
     return unpack(rank.released).tolist()
+
+
+def answer(*, sequence_id: int, flag: int) -> StepResult:
+    """Return a result of step 0 in which slot 0 of the only rank got token 5."""
+    ids, flags = pack(np.array([sequence_id]), "<i8"), pack(np.array([flag]), "u1")
+    rank = RankResult(step=0, slots=pack(np.array([0])), sequence_ids=ids, tokens=pack(np.array([5])), flags=flags)
+    return StepResult(step=0, ranks=(rank,))
 
 
 def plan_now(engine: NullEngine) -> StepPlan:
@@ -227,6 +234,16 @@ def test_not_finite_logits_end_one_request_only():
     engine.check_tokens([b])
 
 
+def test_not_finite_in_the_middle_of_a_prompt_ends_the_request():
+    scheduler = Scheduler(config_of())
+    scheduler.add(make_request("a", 40, 9))
+    scheduler.schedule()
+    result = answer(sequence_id=0, flag=FINISH_ERROR)
+    assert [update.finish_reason for update in scheduler.apply(result)] == ["error"]
+    scheduler.check_invariants()
+    assert not scheduler.has_work
+
+
 def test_results_are_taken_in_order_only_and_unknown_sequences_ignored():
     scheduler = Scheduler(config_of())
     with pytest.raises(RuntimeError, match="result of step 0"):
@@ -235,51 +252,9 @@ def test_results_are_taken_in_order_only_and_unknown_sequences_ignored():
     scheduler.schedule()
     with pytest.raises(RuntimeError, match="result of step 1, but step 0 is next"):
         scheduler.apply(StepResult(step=1, ranks=(RankResult(step=1),)))
-    stale = RankResult(
-        step=0, slots=pack(np.array([0])), sequence_ids=pack(np.array([77]), "<i8"), tokens=pack(np.array([5])),
-        flags=pack(np.array([FINISH_STOP]), "u1"),
-    )  # fmt: skip
-    assert scheduler.apply(StepResult(step=0, ranks=(stale,))) == []
+    assert scheduler.apply(answer(sequence_id=77, flag=FINISH_STOP)) == []
     scheduler.check_invariants()
     assert scheduler.num_running == 1
-
-
-def test_snapshot_names_everything_and_waits_for_results():
-    engine = NullEngine(config_of(), depth=1)
-    decoding, prefilling = make_request("a", 5, 9), make_request("b", 40, 2, arrival=1.0)
-    engine.add(decoding)
-    for _ in range(3):
-        engine.step()
-    engine.add(prefilling)
-    engine.step()
-    plan = engine.scheduler.snapshot()
-    engine.submit(plan)
-    rank = plan.ranks[0]
-    assert plan.header.snapshot and plan.header.step == 4
-    assert [(new.slot, new.sequence_id, new.num_computed_tokens) for new in rank.admitted] == [(0, 0, 8), (1, 1, 15)]
-    assert unpack(rank.admitted[0].tokens).tolist() == decoding.token_ids().tolist()
-    assert chunks_of(rank) == [(0, 8, 1, True), (1, 15, 15, False)]
-    assert (rank.num_decodes, rank.released) == (0, b"")
-    assert [row[1:] for row in grants_of(rank)] == [
-        [0, 0, 0], [0, 1, 1], [0, 2, 6], *([1, i, b] for i, b in enumerate([2, 3, 4, 5, 7, 8, 9, 10])),
-    ]  # fmt: skip
-    with pytest.raises(RuntimeError, match="1 steps are in flight"):
-        engine.scheduler.snapshot()
-    engine.run()
-    engine.check_tokens([decoding, prefilling])
-
-
-def test_snapshot_of_nothing_is_an_idle_step():
-    engine = NullEngine(config_of(num_ranks=2))
-    engine.add(make_request("a", 5, 9))
-    engine.step()
-    engine.scheduler.abort("a")
-    engine.run()
-    plan = engine.scheduler.snapshot()
-    assert plan.ranks == (RankPlan(), RankPlan())
-    assert (plan.header.kind, plan.header.bucket, plan.header.snapshot) == ("idle", 0, True)
-    engine.submit(plan)
-    engine.run()
 
 
 def test_steady_decode_looks_at_no_request(monkeypatch: pytest.MonkeyPatch):

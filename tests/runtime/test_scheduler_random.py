@@ -76,33 +76,6 @@ def test_every_request_gets_exactly_its_tokens(shape: str, depth: int, policy: s
         assert engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize("shape", ["tiny pool", "many ranks"])
-def test_snapshots_at_random_steps_change_nothing(shape: str):
-    config = config_of(shape)
-    rng = random.Random(shape)
-    requests = [random_request(rng, f"r{i}", config, float(i)) for i in range(60)]
-    plain, other = NullEngine(config, depth=1), NullEngine(config, depth=1)
-    for engine in (plain, other):
-        engine.add(*(make_copy(request) for request in requests))
-    plain.run()
-    while other.scheduler.has_work:
-        if rng.random() < 0.3:
-            other.submit(other.scheduler.snapshot())
-            other.scheduler.check_invariants()
-            other.collect()
-        else:
-            other.step()
-    other.run(0)
-    assert other.tokens == plain.tokens
-    assert other.reasons == plain.reasons
-    assert any(plan.header.snapshot and plan.header.bucket for plan in other.plans)
-
-
-def make_copy(request: Request) -> Request:
-    return Request(request.request_id, request.prompt_token_ids, request.params, seed=request.seed,
-                   priority=request.priority, arrival=request.arrival)  # fmt: skip
-
-
 class SchedulerMachine(RuleBasedStateMachine):
     """Any order of add, abort, schedule and apply, up to three steps ahead; then everything must drain."""
 
