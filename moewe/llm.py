@@ -220,12 +220,12 @@ class LLM:
         return made
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     items = list(prompts)
     if items and all(type(item) is int for item in items):
-        return [items]  # type: ignore[list-item]  # all are ints: one prompt
+        return [items]  # one prompt as token ids
     return items
 
 

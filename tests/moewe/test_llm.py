@@ -1,0 +1,252 @@
+"""`LLM` and its session: prompts of every form, one or many parameters, log-probabilities, limits and losses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from moewe.runtime import session
+from moewe.runtime.messages import Delta, Failed, LogprobEntry, Ready
+from moewe.runtime.replicas import ReplicaLost
+from moewe.runtime.resolve import Resolved
+
+import moewe
+from moewe import LLM, SamplingParams
+from moewe.llm import Logprob
+from tests.support.chain import BOS, EOS, byte_id, chain
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+
+
+class EchoReplicas:
+    """Answers every prompt with its own tokens, two at a time, then ends; stands in for real engines."""
+
+    def __init__(self, resolved: Resolved) -> None:
+        self.resolved = resolved
+        self.failure: Failed | None = None
+        self.lose_after: int | None = None
+        self.submitted: dict[str, list[int]] = {}
+        self.aborted: list[str] = []
+        self.most_pending = 0
+        self.closed = 0
+        self._left: deque[tuple[str, list[int], SamplingParams]] = deque()
+
+    @property
+    def ready(self) -> list[Ready]:
+        length = self.resolved.config.model.max_model_len
+        assert length is not None
+        return [Ready(num_blocks=9, block_size=16, max_model_len=length, max_num_seqs=4, memory_bandwidth=(1.0,),
+                      weight_bytes=(1,), weight_bytes_read=(1,), pids=(1,))]  # fmt: skip
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        if self.failure is not None:
+            raise ReplicaLost(self.failure.reason)
+
+    def submit(self, request_id: str, prompt: Sequence[int], params: SamplingParams, priority: int = 0) -> None:
+        self.submitted[request_id] = list(prompt)
+        self._left.append((request_id, list(prompt)[: params.max_tokens], params))
+        self.most_pending = max(self.most_pending, len(self._left))
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def poll(self, timeout: float | None = 0.0) -> list[Delta]:
+        if self.lose_after is not None and len(self.submitted) > self.lose_after:
+            self.failure = Failed(reason="rank 1 was killed", rank=1)
+            return [Delta(request_id=request_id, finish_reason="error", error="lost") for request_id, *_ in self._left]
+        request_id, tokens, params = self._left.popleft()
+        now, later = tuple(tokens[:2]), tokens[2:]
+        if later:
+            self._left.append((request_id, later, params))
+        logprobs = ()
+        if params.logprobs is not None:
+            logprobs = tuple(
+                (LogprobEntry(token_id=token, logprob=-0.5, rank=1, decoded_token="x"),
+                 LogprobEntry(token_id=0, logprob=-2.0, rank=2, decoded_token=None)) for token in now
+            )  # fmt: skip
+        text = "".join(chr(token - byte_id(0)) for token in now if token >= byte_id(0))
+        return [Delta(request_id=request_id, token_ids=now, text=text, logprobs=logprobs,
+                      finish_reason=None if later else "length")]  # fmt: skip
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[EchoReplicas]:
+    found: list[EchoReplicas] = []
+
+    class Factory:
+        @staticmethod
+        def start(resolved: Resolved, on_loading: Any = None) -> EchoReplicas:
+            found.append(EchoReplicas(resolved))
+            return found[-1]
+
+    monkeypatch.setattr(session, "ReplicaSet", Factory)
+    return found
+
+
+@pytest.fixture
+def llm(made: list[EchoReplicas]) -> Iterator[LLM]:
+    path = chain(["a"], chat_template=TEMPLATE, max_position_embeddings=64).path
+    with LLM(str(path), topology="EP2DP1", max_queued_requests=8, kv_cache_memory_bytes=1 << 20) as opened:
+        yield opened
+
+
+def ids(text: str) -> list[int]:
+    return [byte_id(byte) for byte in text.encode()]
+
+
+def test_the_facade_is_lazy() -> None:
+    code = "import moewe, sys; moewe.SamplingParams; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert {"LLM", "SamplingParams", "EngineConfig", "__version__"} <= set(dir(moewe))
+    with pytest.raises(AttributeError, match="nothing"):
+        moewe.nothing  # noqa: B018
+
+
+def test_text_and_token_ids_in_every_form(llm: LLM) -> None:
+    greedy = SamplingParams(max_tokens=4, temperature=0)
+    forms: list[Any] = ["hello", {"prompt": "hello"}, ids("hello"), {"prompt_token_ids": ids("hello")}]
+    for output in llm.generate(forms, greedy):
+        assert output.prompt_token_ids == ids("hello") and output.finished
+        assert output.outputs[0].text == "hell" and output.outputs[0].token_ids == ids("hell")
+        assert output.outputs[0].finish_reason == "length" and output.outputs[0].logprobs is None
+    assert [output.prompt for output in llm.generate(forms, greedy)] == ["hello", "hello", None, None]
+
+
+def test_a_single_prompt_needs_no_list(llm: LLM) -> None:
+    for prompt in ("hello", ids("hello"), {"prompt": "hello"}):
+        (output,) = llm.generate(prompt)  # type: ignore[arg-type]
+        assert output.outputs[0].text == "hello"
+    assert llm.generate([]) == []
+
+
+def test_parameters_one_for_all_or_one_each(llm: LLM) -> None:
+    outputs = llm.generate(["abcd", "efgh"], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=3)])
+    assert [output.outputs[0].text for output in outputs] == ["a", "efg"]
+    with pytest.raises(ValueError, match="2 entries for 1 prompts"):
+        llm.generate("a", [SamplingParams(), SamplingParams()])
+
+
+def test_logprobs_are_a_dict_per_token(llm: LLM) -> None:
+    (output,) = llm.generate("abc", SamplingParams(logprobs=1))
+    (completion,) = output.outputs
+    assert completion.logprobs is not None and len(completion.logprobs) == 3
+    assert completion.logprobs[1] == {
+        byte_id(ord("b")): Logprob(logprob=-0.5, rank=1, decoded_token="x"),
+        0: Logprob(logprob=-2.0, rank=2, decoded_token=None),
+    }
+    assert completion.cumulative_logprob == -1.5
+
+
+def test_more_prompts_than_the_queue_takes(llm: LLM, made: list[EchoReplicas]) -> None:
+    prompts = [f"number {i}" for i in range(50)]
+    outputs = llm.generate(prompts, progress=True)
+    assert [output.outputs[0].text for output in outputs] == prompts
+    assert made[0].most_pending <= 8
+
+
+def test_chat_renders_the_template(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    (output,) = llm.chat(conversation, SamplingParams(max_tokens=64))
+    assert output.prompt == "u:hi;a:ho;" == output.outputs[0].text
+    assert [output.prompt for output in llm.chat([conversation, conversation[:1]])] == ["u:hi;a:ho;", "u:hi;"]
+
+
+def test_streaming_yields_text_and_leaving_aborts(llm: LLM, made: list[EchoReplicas]) -> None:
+    assert list(llm.stream("hello", SamplingParams(max_tokens=64))) == ["he", "ll", "o"]
+    stream = llm.stream("hello")
+    assert next(stream) == "he"
+    stream.close()  # type: ignore[attr-defined]
+    assert made[0].aborted == [list(made[0].submitted)[-1]]
+    # What still comes of the one that was left belongs to nobody.
+    assert llm.generate("ok")[0].outputs[0].text == "ok"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ([], "no tokens"),
+        ("", "no tokens"),
+        ("x" * 64, "leaves no room in max_model_len=64"),
+        ({"prompt_token_ids": [5, 100_000]}, "has 100000"),
+        ({"prompt_token_ids": [-1]}, "has -1"),
+        ({"prompt_token_ids": [1.5]}, "has 1.5"),
+        ({"text": "a"}, "either prompt or prompt_token_ids"),
+    ],
+)
+def test_prompts_that_can_never_run(llm: LLM, made: list[EchoReplicas], prompt: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        llm.generate(["fine", prompt])
+    assert made[0].submitted == {}
+
+
+def test_one_call_at_a_time(llm: LLM) -> None:
+    stream = llm.stream("hello")
+    next(stream)
+    with pytest.raises(ValueError, match="one call at a time"):
+        llm.generate("a")
+    stream.close()  # type: ignore[attr-defined]
+    assert llm.generate("a")
+
+
+def test_losing_a_rank_ends_the_call(llm: LLM, made: list[EchoReplicas]) -> None:
+    made[0].lose_after = 0
+    with pytest.raises(session.EngineLostError, match="rank 1 was killed") as error:
+        llm.generate("hello")
+    assert error.value.exit_code == 3
+
+
+def test_close_is_once_and_for_all(llm: LLM, made: list[EchoReplicas]) -> None:
+    llm.close()
+    llm.close()
+    assert made[0].closed == 1
+    with pytest.raises(ValueError, match="closed"):
+        llm.generate("a")
+
+
+def test_without_tokenizer_only_token_ids(made: list[EchoReplicas]) -> None:
+    path = chain(["a"]).path
+    with LLM(str(path), skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 24) as llm:
+        assert llm.generate({"prompt_token_ids": [BOS, EOS]})[0].outputs[0].token_ids == [BOS, EOS]
+        with pytest.raises(ValueError, match="skip_tokenizer_init"):
+            llm.generate("text")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_modellen": 5}, "did you mean max_model_len?"),
+        ({"max_model_len": "5"}, "max_model_len='5'"),
+        ({"topology": "EP2"}, "did you mean EP2DP1?"),
+        ({"topology": "EP5DP1"}, "use EP4DP1"),
+        ({"dtype": "int3"}, "int3"),
+        ({"max_model_len": 100_000}, "max_model_len=100000"),
+    ],
+)
+def test_wrong_options_are_named(made: list[EchoReplicas], options: dict[str, Any], says: str) -> None:
+    path = chain(["a"]).path
+    with pytest.raises(ValueError) as error:
+        LLM(str(path), **options)
+    assert says in str(error.value) and "\n" not in str(error.value)
+    assert made == []
+
+
+def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, made: list[EchoReplicas]) -> None:
+    monkeypatch.setattr(EchoReplicas, "failure", Failed(reason="engine gone"), raising=False)
+    monkeypatch.setattr(EchoReplicas, "__setattr__", lambda self, name, value: None if name == "failure" else
+                        object.__setattr__(self, name, value))  # fmt: skip
+    with pytest.raises(session.EngineLostError, match="engine gone") as error:
+        LLM(str(chain(["a"]).path), kv_cache_memory_bytes=1 << 24)
+    assert error.value.exit_code == 1 and made[0].closed == 1
+
+
+def test_no_chat_template_is_said(made: list[EchoReplicas]) -> None:
+    with LLM(str(chain(["a"]).path), kv_cache_memory_bytes=1 << 24) as llm:
+        with pytest.raises(ValueError, match="no chat template"):
+            llm.chat([{"role": "user", "content": "hi"}])
