@@ -39,7 +39,7 @@ def serve(settings: Settings) -> int:
         print(announcement(resolved), flush=True)
         from .serve import run_server
 
-        return run_server(resolved.config, options, listener)
+        return run_server(resolved, options, listener)
 
 
 def config_of(settings: Settings) -> EngineConfig:
