@@ -1,0 +1,149 @@
+"""What is left open becomes numbers; what cannot run is refused before anything starts."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from moewe.runtime import resolve as resolve_module
+from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
+from moewe.runtime.launch import EngineStart
+from moewe.runtime.messages import Loaded
+from moewe.runtime.resolve import kv_blocks, rank_cpus, resolve
+from moewe.runtime.start_up import check_blocks, stall_limits
+
+from tests.support.fixtures import checkpoint
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """A host of 8 cores and as much memory as a test wants."""
+
+    def size(num_bytes):
+        monkeypatch.setattr(resolve_module, "host_memory_bytes", lambda: num_bytes)
+        monkeypatch.setattr(resolve_module, "available_memory_bytes", lambda: num_bytes)
+
+    monkeypatch.setattr(resolve_module, "host_cores", lambda: 8)
+    monkeypatch.setattr(resolve_module, "numa_nodes", lambda: [[0, 1, 2, 3], [4, 5, 6, 7]])
+    size(64 << 30)
+    return size
+
+
+def config(topology="EP2DP1", **sections):
+    made = EngineConfig(
+        model=ModelOptions(model="T-QW3", path=str(checkpoint("T-QW3"))), parallel=ParallelOptions(topology=topology)
+    )
+    for section, values in sections.items():
+        made = msgspec.structs.replace(made, **{section: msgspec.structs.replace(getattr(made, section), **values)})
+    return made
+
+
+def test_auto_becomes_numbers(host):
+    found = resolve(config("ep2dp2"))
+    assert found.config.model.dtype == "float32"
+    assert found.config.model.max_model_len == found.model.max_position_embeddings
+    assert found.config.parallel.topology == "EP2DP2[adp=2,atp=1,red=0]"
+    assert found.config.parallel.threads == 2
+    assert not found.fixed_max_model_len
+    assert found.cpus == ()
+    useful = 64 * -(-found.model.max_position_embeddings // 16)
+    assert found.config.cache.num_blocks == useful == found.budget.num_blocks
+
+
+def test_resolving_twice_changes_nothing(host):
+    first = resolve(config())
+    assert resolve(first.config).config == first.config
+
+
+def test_little_memory_lowers_the_length(host):
+    open_ended = resolve(config())
+    block = open_ended.budget.block_bytes
+    small = 2 * (open_ended.budget.fixed_bytes + 5 * block)
+    host(int(small / 0.9) + 4096)
+    found = resolve(config())
+    assert found.config.cache.num_blocks == 5
+    assert found.config.model.max_model_len == 80
+    with pytest.raises(ValueError, match="max_model_len=100"):
+        resolve(config(model={"max_model_len": 100}))
+    host(1 << 20)
+    with pytest.raises(ValueError, match="T-QW3 on EP2DP1 needs"):
+        resolve(config())
+
+
+def test_exact_numbers_win(host):
+    assert resolve(config(cache={"num_blocks": 7}, model={"max_model_len": 64})).config.cache.num_blocks == 7
+    block = resolve(config()).budget.block_bytes
+    kv = {"kv_cache_memory_bytes": 9 * block + block // 2}
+    assert resolve(config(cache=kv, model={"max_model_len": 64})).config.cache.num_blocks == 9
+    assert resolve(config(parallel={"threads": 3})).config.parallel.threads == 3
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "says"),
+    [
+        ("model", {"dtype": "int3"}, "int3"),
+        ("model", {"load_format": "pickle"}, "load_format='pickle'"),
+        ("model", {"max_model_len": 1}, "max_model_len=1"),
+        ("model", {"max_model_len": 1 << 30}, "use at most"),
+        ("parallel", {"topology": "EP3"}, "EPxDPy"),
+        ("parallel", {"topology": "EP512DP1"}, "512"),
+        ("parallel", {"device": "tpu"}, "device='tpu'"),
+        ("parallel", {"ranks": "fibers"}, "ranks='fibers'"),
+        ("parallel", {"threads": 0}, "threads=0"),
+        ("cache", {"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5"),
+        ("cache", {"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes=0"),
+        ("cache", {"kv_cache_memory_bytes": 1}, "KV of 0 B"),
+        ("cache", {"block_size": 0}, "block_size=0"),
+        ("cache", {"num_blocks": 0}, "num_blocks=0"),
+        ("schedule", {"policy": "lifo"}, "policy='lifo'"),
+        ("schedule", {"max_num_batched_tokens": 8}, "max_num_batched_tokens=8"),
+        ("schedule", {"stall_timeout_s": 0.0}, "stall_timeout_s=0.0"),
+    ],
+)
+def test_mistake_is_refused_in_one_line_with_value_and_fix(host, section, values, says):
+    with pytest.raises(ValueError, match=r".") as error:
+        resolve(config(**{section: values}))
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_cores_of_a_node_go_to_neighbouring_ranks(host):
+    assert rank_cpus([[0, 1, 2, 3], [4, 5, 6, 7]], 4) == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert rank_cpus([[0, 1, 2, 3], [4, 5, 6, 7]], 1) == ((0, 1, 2, 3, 4, 5, 6, 7),)
+    assert rank_cpus([[0, 1], [4, 5]], 2) == ((0, 1), (4, 5))
+    assert rank_cpus([[0]], 2) == ((0,), (0,))
+    assert [len(cpus) for cpus in rank_cpus([[0, 1, 2], [3, 4, 5]], 3)] == [3, 1, 2]
+    found = resolve(config("EP2DP2", parallel={"numa_bind": True}))
+    assert found.cpus == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert found.config.parallel.threads == 2
+
+
+def test_kv_blocks_order_of_precedence():
+    sizes = {"block_bytes": 10, "free_bytes": 100, "useful_blocks": 6}
+    assert kv_blocks(CacheOptions(num_blocks=3, kv_cache_memory_bytes=1000), **sizes) == 3
+    assert kv_blocks(CacheOptions(kv_cache_memory_bytes=1000), **sizes) == 100
+    assert kv_blocks(CacheOptions(), **sizes) == 6
+    assert kv_blocks(CacheOptions(), **sizes | {"useful_blocks": 99}) == 10
+    assert kv_blocks(CacheOptions(), **sizes | {"free_bytes": -1}) == 0
+
+
+def engine_start(**changes):
+    options = ModelOptions(model="m", path="m", max_model_len=100)
+    fields = {"config": EngineConfig(model=options), "replica": 0, "num_layers": 10, "eos_token_ids": ()}
+    return EngineStart(**fields | changes)
+
+
+def test_engine_refuses_a_pool_below_the_length_that_was_asked_for():
+    check_blocks(engine_start(), 3)
+    check_blocks(engine_start(fixed_max_model_len=True), 7)
+    with pytest.raises(ValueError, match="holds 48 tokens, less than max_model_len=100; use --max-model-len 48"):
+        check_blocks(engine_start(fixed_max_model_len=True), 3)
+    with pytest.raises(ValueError, match="no memory is left for KV"):
+        check_blocks(engine_start(), 0)
+
+
+def test_patience_grows_with_the_time_of_a_layer():
+    def loaded(weight_bytes):
+        return Loaded(rank=0, num_blocks=1, weight_bytes=weight_bytes, weight_bytes_read=0, memory_bandwidth=1e9, pid=1)
+
+    assert stall_limits(engine_start(), [loaded(1000)]).stall_s == ScheduleOptions().stall_timeout_s
+    assert stall_limits(engine_start(), [loaded(1000), loaded(10**9)]).stall_s == 4 * 0.1 * 128
