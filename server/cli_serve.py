@@ -57,9 +57,9 @@ def server_options(http: dict[str, Any]) -> ServerOptions:
     port = values.get("port", 0)
     if not 0 <= port <= 65535:
         raise ValueError(f"--port {port} is not a port; use 0 to 65535")
-    for name in ("shutdown_timeout_s", "log_stats_interval_s", "max_body_bytes"):
-        if name in values and not values[name] > 0:
-            raise ValueError(f"{name}={values[name]!r} is not allowed; use a number above 0")
+    for name, least in (("shutdown_timeout_s", 0.0), ("log_stats_interval_s", 0.0), ("max_body_bytes", 1024)):
+        if name in values and not values[name] >= least:
+            raise ValueError(f"{name}={values[name]!r} is not allowed; use at least {least:g}")
     if "chat_template" in values:
         values["chat_template"] = _template(values["chat_template"])
     return ServerOptions(**values)

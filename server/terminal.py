@@ -34,6 +34,11 @@ class LoadingBars:
         )
         self._task: TaskID | None = None
 
+    @property
+    def visible(self) -> bool:
+        """True when somebody can see the bar."""
+        return self._console.is_terminal
+
     def update(self, replica: int, message: Loading) -> None:
         """Take a rank's report."""
         self._done[replica, message.rank] = (message.done_bytes, message.total_bytes)

@@ -1,0 +1,142 @@
+"""`generate` and `chat` in a terminal or a pipe: what is streamed, remembered, stopped and refused."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from moewe.runtime.messages import Delta, Loading
+from moewe.runtime.params import SamplingParams
+from moewe.server import cli_local
+from moewe.server.cli_values import Settings
+from moewe.server.terminal import LoadingBars
+from rich.console import Console
+
+
+class FakeSession:
+    """Says each of `answers` in turn, piece by piece; a piece may be an exception."""
+
+    def __init__(self, *answers: Sequence[Any]) -> None:
+        self.answers = list(answers)
+        self.prompts: list[str] = []
+        self.params: list[SamplingParams] = []
+        self.left_early = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.prompts.append(text)
+        return [1]
+
+    def render(self, messages: Sequence[dict[str, str]]) -> str:
+        return "|".join(f"{message['role'][0]}:{message['content']}" for message in messages)
+
+    def stream(self, prompts: Any, params: Sequence[SamplingParams]) -> Iterator[tuple[int, Delta]]:
+        self.params += params
+        finished = False
+        try:
+            for piece in self.answers.pop(0):
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield 0, piece if isinstance(piece, Delta) else Delta(request_id="x", text=piece)
+            finished = True
+        finally:
+            self.left_early += not finished
+
+
+def settings(prompt: str | None = None, **sample: Any) -> Settings:
+    return Settings(engine={"model": "m"}, http={}, sample=sample, shared={}, prompt=prompt)
+
+
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def prepare(*answers: Sequence[Any], typed: str = "", interactive: bool = False) -> FakeSession:
+        fake = FakeSession(*answers)
+        keyboard = io.StringIO(typed)
+        monkeypatch.setattr(keyboard, "isatty", lambda: interactive, raising=False)
+        monkeypatch.setattr("sys.stdin", keyboard)
+        monkeypatch.setattr(cli_local, "start", lambda settings: nullcontext(fake))
+        return fake
+
+    return prepare
+
+
+def test_generate_streams_and_ends_with_a_newline(say: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    fake = say([" Paris", ".\x1b[2J"])
+    assert cli_local.generate(settings("France is", max_tokens=5)) == 0
+    assert capsys.readouterr().out == " Paris.[2J\n"
+    assert fake.prompts == ["France is"]
+    assert fake.params[0].greedy and fake.params[0].max_tokens == 5
+
+
+@pytest.mark.parametrize("prompt", [None, "-"])
+def test_generate_reads_a_pipe(say: Any, prompt: str | None) -> None:
+    fake = say(["x"], typed="from\na pipe")
+    cli_local.generate(settings(prompt))
+    assert fake.prompts == ["from\na pipe"]
+
+
+def test_generate_without_a_prompt_on_a_terminal_is_refused(say: Any) -> None:
+    say(interactive=True)
+    with pytest.raises(ValueError, match="no PROMPT"):
+        cli_local.generate(settings())
+
+
+def test_a_request_that_failed_is_an_error(say: Any) -> None:
+    say(["a", Delta(request_id="x", finish_reason="error", error="logits are not finite")])
+    with pytest.raises(ValueError, match="not finite"):
+        cli_local.generate(settings("p"))
+
+
+def test_chat_remembers_turns_until_cleared(say: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    fake = say(["one"], ["t", "wo"], ["three"], typed="a\n\nb\n/clear\nc\n/exit\nnever\n")
+    assert cli_local.chat(settings()) == 0
+    assert fake.prompts == ["u:a", "u:a|a:one|u:b", "u:c"]
+    assert capsys.readouterr().out == "one\ntwo\nthree\n"
+
+
+def test_chat_on_a_terminal_shows_help_and_ends_at_eof(say: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    say(["hi"], typed="/help\na\n", interactive=True)
+    cli_local.chat(settings())
+    out = capsys.readouterr().out
+    assert out.count("/clear starts over") == 2 and "hi\n" in out
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(say: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    fake = say(["some", KeyboardInterrupt()], ["more"], typed="a\nb\n")
+    cli_local.chat(settings())
+    assert "some [stopped]\nmore\n" in capsys.readouterr().out
+    assert fake.prompts[1] == "u:a|a:some|u:b" and fake.left_early == 1
+
+
+def test_a_turn_that_cannot_be_answered_is_taken_back(say: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    fake = say([ValueError("prompt is too long")], ["fine"], typed="a\nb\n")
+    cli_local.chat(settings())
+    out, err = capsys.readouterr()
+    assert "prompt is too long" in err and out == "fine\n"
+    assert fake.prompts == ["u:a", "u:b"]
+
+
+def test_chat_without_a_template_is_refused_before_a_question(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = say(typed="a\n")
+
+    def render(messages: Any) -> str:
+        raise ValueError("no chat template")
+
+    monkeypatch.setattr(fake, "render", render)
+    with pytest.raises(ValueError, match="no chat template"):
+        cli_local.chat(settings())
+
+
+def test_bars_add_up_all_ranks_on_a_terminal_only() -> None:
+    screen = io.StringIO()
+    bars = LoadingBars(Console(file=screen, force_terminal=True, width=100))
+    with bars.shown():
+        bars.update(0, Loading(rank=0, done_bytes=1 << 20, total_bytes=2 << 20))
+        bars.update(1, Loading(rank=0, done_bytes=2 << 20, total_bytes=2 << 20))
+    assert bars.visible and "loading weights" in screen.getvalue() and "3.0/4.0" in screen.getvalue()
+    silent = LoadingBars(Console(file=(nothing := io.StringIO())))
+    with silent.shown():
+        silent.update(0, Loading(rank=0, done_bytes=1, total_bytes=2))
+    assert not silent.visible and nothing.getvalue() == ""
