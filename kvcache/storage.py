@@ -6,6 +6,8 @@ Shapes: a layer's K and V are [num_blocks, block_size, Hkv, Dh] each; a slot is 
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -47,7 +49,7 @@ class KVStorage:
             if group.kind != "full":
                 raise ValueError(f"cache group {group.name!r} has kind {group.kind!r}; this version stores only 'full'")
             shape = (len(group.layers), 2, num_blocks, block_size, group.num_kv_heads, group.head_dim)
-            tensor = torch.zeros(shape, dtype=group.number_format.torch_dtype, device=device)
+            tensor = _zeros(shape, group.number_format.torch_dtype, torch.device(device))
             self._tensors.append(tensor)
             for i, layer in enumerate(group.layers):
                 if layer in self._layers:
@@ -90,3 +92,12 @@ class KVStorage:
         for tensor in self._tensors:
             ids = torch.as_tensor(block_ids, dtype=torch.int64, device=tensor.device)
             tensor.index_fill_(2, ids, 0)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros; on a CPU they take no memory before they are written to, since a pool is rarely filled."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not num_bytes:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
