@@ -19,12 +19,15 @@ class PrefillSegment:
         row_start, num_rows: rows [row_start, row_start + num_rows) of the step.
         num_computed_tokens: tokens of the sequence that were in KV before this step.
         block_table: [n] i64, blocks that hold tokens [0, num_computed_tokens + num_rows).
+        mask: [num_rows, num_computed_tokens + num_rows] bool, row i sees tokens up to its own; None where plain
+            causality (nothing computed before) or no mask at all (one row) says the same.
     """
 
     row_start: int
     num_rows: int
     num_computed_tokens: int
     block_table: torch.Tensor
+    mask: torch.Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +38,13 @@ class DecodeBucket:
         rows: [B] i64 row numbers in the step.
         block_table: [B, n] i64, padded with block 0.
         lengths: [B] i64, tokens to attend to, this row's own included.
+        mask: [B, 1, 1, n * block_size] bool, true for the tokens to attend to.
     """
 
     rows: torch.Tensor
     block_table: torch.Tensor
     lengths: torch.Tensor
+    mask: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

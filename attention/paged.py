@@ -1,0 +1,69 @@
+"""Attention over paged KV with torch: gathers blocks, then scaled_dot_product_attention.
+
+Not the fast path (native and Triton kernels will read blocks in place, behind this signature) and no KV write.
+Shapes: T rows, H query heads, Hkv KV heads, Dh head width, B rows of a bucket, n blocks, S = n * block_size tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..kvcache import KVStorage
+from .batch import AttentionBatch, DecodeBucket, PrefillSegment
+
+
+def paged_attention(
+    q: torch.Tensor, storage: KVStorage, layer: int, batch: AttentionBatch, scale: float
+) -> torch.Tensor:
+    """Let every row attend to the tokens of its sequence up to its own, which must be in storage already.
+
+    Args:
+        q: [T, H, Dh], H a multiple of the KV heads.
+        storage: holds K and V of `layer`.
+        layer: decoder layer number.
+        batch: which rows read which blocks.
+        scale: factor on the scores.
+
+    Returns:
+        [T, H, Dh] in the dtype of `q`.
+    """
+    k, v = storage.layer(layer)
+    pieces = len(batch.prefills) + len(batch.decodes)
+    if pieces == 1 and batch.decodes:
+        return _decode(q, k, v, batch.decodes[0], scale)  # rows of the only bucket are all rows, in order
+    out = torch.empty_like(q)
+    for bucket in batch.decodes:
+        out[bucket.rows] = _decode(q[bucket.rows], k, v, bucket, scale)
+    for segment in batch.prefills:
+        rows = slice(segment.row_start, segment.row_start + segment.num_rows)
+        out[rows] = _prefill(q[rows], k, v, segment, scale)
+    return out
+
+
+def _decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bucket: DecodeBucket, scale: float) -> torch.Tensor:
+    """[B, H, Dh] over [B, n] blocks; the query heads of a KV head are rows of one product, so KV is not expanded."""
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[2]
+    grouped = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)  # [B, Hkv, G, Dh]
+    keys = k[bucket.block_table].flatten(1, 2).transpose(1, 2)  # [B, Hkv, S, Dh]
+    values = v[bucket.block_table].flatten(1, 2).transpose(1, 2)
+    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bucket.mask, scale=scale)
+    return out.reshape(num_rows, num_heads, head_dim)
+
+
+def _prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segment: PrefillSegment, scale: float) -> torch.Tensor:
+    """[R, H, Dh] over the blocks of one sequence, causal with an offset."""
+    length = segment.num_computed_tokens + segment.num_rows
+    keys = k[segment.block_table].flatten(0, 1)[:length].transpose(0, 1)[None]  # [1, Hkv, length, Dh]
+    values = v[segment.block_table].flatten(0, 1)[:length].transpose(0, 1)[None]
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        keys,
+        values,
+        attn_mask=segment.mask,
+        is_causal=segment.mask is None and segment.num_rows > 1,
+        scale=scale,
+        enable_gqa=True,
+    )  # [1, H, R, Dh]
+    return out[0].transpose(0, 1)
