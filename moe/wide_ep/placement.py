@@ -49,7 +49,7 @@ class ExpertPlacement:
         return stop - start
 
     def local_experts(self, rank: int, layer: int = 0) -> np.ndarray:
-        """Return the logical expert of each slot of `rank`, in slot order, for MoE layer number `layer`: [P_local] i32."""
+        """Return the logical expert of each slot of `rank` in MoE layer number `layer`: [P_local] i32."""
         start, stop = self.slot_ranges[rank]
         return self.physical_to_logical[layer, start:stop]
 
@@ -86,7 +86,7 @@ def linear_placement(num_layers: int, num_experts: int, num_ranks: int) -> Exper
 def replica_table(placement: ExpertPlacement, layer: int, rank: int) -> torch.Tensor:
     """Return the slot that `rank` uses for each logical expert: [E + 1] i32, -1 for an expert without an owner.
 
-    The last entry is -1, so that indexing with the id -1 of a dropped choice yields -1. Ranks spread over replicas in turn.
+    The last entry is -1, so that indexing with the id -1 of a dropped choice yields -1. Ranks take replicas in turn.
     """
     slots = placement.logical_to_physical[layer]  # [E, R]
     count = placement.num_replicas[layer]  # [E]

@@ -1,0 +1,84 @@
+"""Routed (token, expert) pairs of one rank: sorting them by slot, and adding their outputs back to tokens.
+
+Not an exchange: nothing here leaves the rank. Every exchange uses both halves, so that all give the same bits.
+Letters: T tokens, K top-k, N = T * K pairs, P slots that ids may name, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class SortedPairs:
+    """The pairs of one rank in slot order (within a slot: by token, then k); dropped pairs are left out.
+
+    Attributes:
+        tokens: [M] i64, token of each pair.
+        offsets: P + 1 Python ints; pairs of slot p are [offsets[p], offsets[p + 1]).
+        positions: [K, T] i64, where each pair stands in `tokens`; 0 for a dropped one.
+        dropped: [K, T] bool, or None when nothing was dropped.
+    """
+
+    tokens: torch.Tensor
+    offsets: list[int]
+    positions: torch.Tensor
+    dropped: torch.Tensor | None
+
+
+def sort_pairs(physical_ids: torch.Tensor, boundaries: torch.Tensor) -> SortedPairs:
+    """Sort the pairs of `physical_ids` by slot.
+
+    Args:
+        physical_ids: [T, K] i32, -1 for a dropped pair.
+        boundaries: [P + 1] i32, the numbers 0..P, on the same device.
+
+    Raises:
+        RuntimeError: an id names no slot.
+
+    Example:
+        ids [[1, 0], [1, -1]] and P = 2: tokens [0, 0, 1], offsets [0, 1, 3], positions [[1, 2], [0, 0]].
+    """
+    num_tokens, top_k = physical_ids.shape
+    flat = physical_ids.reshape(-1)  # [N]
+    slots, order = flat.sort(stable=True)
+    offsets: list[int] = torch.searchsorted(slots, boundaries).tolist()
+    num_dropped = offsets[0]
+    if offsets[-1] != flat.shape[0]:
+        raise RuntimeError(f"physical id {int(slots[-1])} names no expert slot; there are {len(offsets) - 1}")
+    ranks = torch.arange(-num_dropped, flat.shape[0] - num_dropped, device=flat.device)
+    positions = torch.empty_like(order).scatter_(0, order, ranks).view(num_tokens, top_k).t()  # [K, T]
+    dropped = None
+    if num_dropped:
+        dropped = positions < 0
+        positions = positions.clamp(min=0)
+        order = order[num_dropped:]
+        offsets = [offset - num_dropped for offset in offsets]
+    return SortedPairs(tokens=order // top_k, offsets=offsets, positions=positions, dropped=dropped)
+
+
+def add_pairs(rows: torch.Tensor, topk_weights: torch.Tensor, pairs: SortedPairs) -> torch.Tensor:
+    """Add the outputs of each token's pairs with their weights: ascending k, in fp32, from zero, rounded once.
+
+    Args:
+        rows: [M, D] outputs in the order of `pairs.tokens`.
+        topk_weights: [T, K] f32; weights of dropped pairs are ignored, whatever they hold.
+        pairs: what `sort_pairs` returned.
+
+    Returns:
+        [T, D] in the dtype of `rows`.
+    """
+    top_k, num_tokens = pairs.positions.shape
+    if not rows.shape[0] or not num_tokens:
+        return rows.new_zeros(num_tokens, rows.shape[1])
+    picked = rows.index_select(0, pairs.positions.reshape(-1)).view(top_k, num_tokens, -1)  # [K, T, D]
+    products = picked * topk_weights.t().unsqueeze(-1)  # [K, T, D] f32
+    if pairs.dropped is not None:
+        products.masked_fill_(pairs.dropped.unsqueeze(-1), 0.0)
+    total, *others = products.unbind(0)
+    total += 0.0  # starting from +0 turns -0 into +0
+    for product in others:
+        total += product
+    return total.to(rows.dtype)

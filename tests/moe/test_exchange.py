@@ -1,0 +1,123 @@
+"""Every exchange against the reference, bit for bit (P-EP-02, P-EP-03, P-EP-05)."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moewe.moe.reference import combine_reference, dispatch_reference
+from moewe.moe.wide_ep import Exchange, LocalExchange, ThreadHub, linear_placement
+
+from tests.support.cases import ROUTING_CASES, RoutingCase, routing_cases
+from tests.support.numerics import assert_same
+from tests.support.ranks import run_threads
+
+
+def fake_experts(rows: torch.Tensor, tokens_per_slot: torch.Tensor, first_slot: int) -> torch.Tensor:
+    """Something cheap that depends on the slot and on every element, in the rows' dtype."""
+    slots = torch.repeat_interleave(torch.arange(len(tokens_per_slot)), tokens_per_slot) + first_slot
+    return rows * (1 + slots.to(rows.dtype).unsqueeze(1) / 8) + 0.25
+
+
+def check_rank(case: RoutingCase, exchange: Exchange, rank: int, dtype: torch.dtype, width: int = 24) -> None:
+    """Dispatch, compute and combine on one rank twice; compare with the reference bit for bit."""
+    ranges = linear_placement(1, case.num_experts, case.num_ranks).slot_ranges
+    for seed in (0, 5):
+        inputs, weights = case.inputs(width, dtype, seed), case.weights(seed + 1)
+        arrived = dispatch_reference(inputs, case.ids, ranges)
+        outputs = [fake_experts(a.rows_MD, a.tokens_per_slot, ranges[r][0]) for r, a in enumerate(arrived)]
+        expected = combine_reference(outputs, weights, arrived)
+        dispatched = exchange.dispatch(inputs[rank], case.ids[rank])
+        assert_same(dispatched.tokens_per_slot, arrived[rank].tokens_per_slot)
+        assert_same(dispatched.rows, arrived[rank].rows_MD)
+        rows = fake_experts(dispatched.rows, dispatched.tokens_per_slot, ranges[rank][0])
+        assert_same(exchange.combine(rows, weights[rank], dispatched.handle), expected[rank])
+        leaving = sum(1 for a in range(case.num_ranks) if a != rank for o in arrived[a].origins if o[0] == rank)
+        returning = sum(1 for o in arrived[rank].origins if o[0] != rank)
+        counts = 0
+        if exchange.name == "all_to_all":
+            counts = 8 * (case.num_experts - (ranges[rank][1] - ranges[rank][0]))
+        assert exchange.bytes_sent() == (leaving + returning) * width * dtype.itemsize + counts
+        assert exchange.bytes_sent() == 0
+
+
+@routing_cases
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_equal_reference(case: RoutingCase, dtype: torch.dtype) -> None:
+    hub = ThreadHub(linear_placement(1, case.num_experts, case.num_ranks).slot_ranges, timeout_s=30)
+    run_threads(hub, lambda rank, exchange: check_rank(case, exchange, rank, dtype))
+
+
+@pytest.mark.parametrize("case", [c for c in ROUTING_CASES if c.num_ranks == 1], ids=lambda c: c.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_local_equals_reference(case: RoutingCase, dtype: torch.dtype) -> None:
+    check_rank(case, LocalExchange(case.num_experts), 0, dtype)
+
+
+@routing_cases
+def test_one_rank_equals_many(case: RoutingCase) -> None:
+    """The tokens of all ranks give the same bits at EP1 as in their own topology."""
+    dtype = torch.bfloat16
+    inputs, weights = case.inputs(24, dtype), case.weights()
+    ranges = linear_placement(1, case.num_experts, case.num_ranks).slot_ranges
+    arrived = dispatch_reference(inputs, case.ids, ranges)
+    outputs = [fake_experts(a.rows_MD, a.tokens_per_slot, ranges[r][0]) for r, a in enumerate(arrived)]
+    expected = torch.cat(combine_reference(outputs, weights, arrived))
+    local = LocalExchange(case.num_experts)
+    dispatched = local.dispatch(torch.cat(inputs), torch.cat(case.ids))
+    rows = fake_experts(dispatched.rows, dispatched.tokens_per_slot, 0)
+    assert_same(local.combine(rows, torch.cat(weights), dispatched.handle), expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_random_ids_equal_reference(data: st.DataObject) -> None:
+    num_ranks = data.draw(st.integers(1, 4))
+    num_experts = data.draw(st.integers(num_ranks, 9))
+    top_k = data.draw(st.integers(1, 4))
+    id_rows = st.lists(st.integers(-1, num_experts - 1), min_size=top_k, max_size=top_k)
+    ids = []
+    for _ in range(num_ranks):
+        rows = data.draw(st.lists(id_rows, max_size=6))
+        ids.append(torch.tensor(rows, dtype=torch.int32).reshape(len(rows), top_k))
+    case = RoutingCase(name="random", num_experts=num_experts, ids=ids)
+    hub = ThreadHub(linear_placement(1, num_experts, num_ranks).slot_ranges, timeout_s=30)
+    run_threads(hub, lambda rank, exchange: check_rank(case, exchange, rank, torch.float32, width=3))
+
+
+def test_combine_starts_from_positive_zero_and_ignores_what_was_dropped() -> None:
+    local = LocalExchange(2)
+    ids = torch.tensor([[0, -1], [-1, -1], [-1, 1]], dtype=torch.int32)
+    dispatched = local.dispatch(torch.ones(3, 2), ids)
+    weights = torch.tensor([[1.0, torch.nan], [torch.nan, torch.inf], [torch.nan, 1.0]])
+    out = local.combine(torch.tensor([[-0.0, 1.0], [2.0, torch.nan]]), weights, dispatched.handle)
+    assert_same(out[:2], torch.tensor([[0.0, 1.0], [0.0, 0.0]]))
+    assert out[2, 0] == 2 and out[2, 1].isnan()
+
+
+@pytest.mark.parametrize("bad", [8, 1 << 20])
+def test_an_id_that_names_no_slot_is_a_hard_error(bad: int) -> None:
+    with pytest.raises(RuntimeError, match=f"physical id {bad} names no expert slot; there are 8"):
+        LocalExchange(8).dispatch(torch.ones(1, 4), torch.tensor([[0, bad]], dtype=torch.int32))
+
+
+def test_abort_wakes_the_waiting_ranks_with_the_reason() -> None:
+    hub = ThreadHub(((0, 1), (1, 2)))
+    timer = threading.Timer(0.05, hub.abort, ("rank 1 failed: no memory",))
+    timer.start()
+    with pytest.raises(RuntimeError, match="rank 1 failed: no memory"):
+        hub.rank(0).dispatch(torch.ones(1, 4), torch.zeros(1, 1, dtype=torch.int32))
+    with pytest.raises(RuntimeError, match="rank 1 failed: no memory"):
+        hub.rank(1).dispatch(torch.ones(1, 4), torch.zeros(1, 1, dtype=torch.int32))
+
+
+def test_a_rank_that_does_not_come_ends_the_wait() -> None:
+    hub = ThreadHub(((0, 1), (1, 2)), timeout_s=0.05)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"did not come to the exchange within 0\.05 s"):
+        hub.rank(0).dispatch(torch.ones(1, 4), torch.zeros(1, 1, dtype=torch.int32))
+    assert time.monotonic() - begin < 10
