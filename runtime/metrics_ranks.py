@@ -66,6 +66,15 @@ class ReplicaMetrics:
             ratios[i] = [saturation(moved[p], busy[p], ceiling) for p in range(len(PHASES))]
         return ratios
 
+    def overall_saturation(self, since: list[RankCounters]) -> float:
+        """Return memory saturation over all ranks and phases since earlier counters (none: since start)."""
+        moved = busy = 0.0
+        for i, counters in enumerate(self.counters):
+            earlier = since[i] if i < len(since) else RankCounters(0, 0)
+            moved += float((memory_bytes(counters.bytes_moved) - memory_bytes(earlier.bytes_moved)).sum())
+            busy += float((counters.busy_seconds - earlier.busy_seconds).sum()) * self.ceiling(self.ranks[i].rank)
+        return saturation(moved, busy, 1.0)
+
     def samples(self) -> Iterator[Sample]:
         """Yield (name, label values, value) of every metric that has a `replica` label."""
         replica = str(self.replica)

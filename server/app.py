@@ -1,0 +1,166 @@
+"""The routes: what each path answers.
+
+Not the checks (protocol, intake), not the answers' content (answers) and not the life of the process (serve).
+Units: as OpenAI's API.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from .. import __version__
+from .answers import Answer, ChatAnswer, CompletionAnswer
+from .errors import ApiError, invalid, server_error
+from .guard import Guard
+from .intake import Intake, chat_intake, completion_intake
+from .protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
+from .state import Phase, ServerState
+from .streams import ClientGone, EventStream, collect, while_connected
+from .topology_view import topology_drawing, topology_map
+
+log = logging.getLogger(__name__)
+_GONE = 499  # nobody reads it
+
+
+def build_app(state: ServerState) -> FastAPI:
+    """Return the application over `state`; it serves /health from the first moment."""
+    app = FastAPI(title="moewe", version=__version__, redirect_slashes=False)
+    app.state.moewe = state
+    app.add_middleware(Guard, state=state)
+    _add_error_handlers(app)
+    _add_status_routes(app, state)
+    _add_model_routes(app, state)
+    _add_generation_routes(app, state)
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return JSONResponse(error.body(), error.status, headers=error.headers)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        text = f"{request.method} {request.url.path} is not served here ({error.detail})"
+        body = ApiError(error.status_code, text, code="not_found" if error.status_code == 404 else None).body()
+        return JSONResponse(body, error.status_code, headers=dict(error.headers or {}))
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        log.error("%s %s failed: %s: %s", request.method, request.url.path, type(error).__name__, error)
+        return JSONResponse(server_error("the server failed to handle this request; its log tells more").body(), 500)
+
+    @app.exception_handler(ClientGone)
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=_GONE)
+
+
+def _add_status_routes(app: FastAPI, state: ServerState) -> None:
+    @app.api_route("/health", methods=["GET", "HEAD"])
+    async def health() -> Response:
+        if state.phase is Phase.FAILED:
+            return JSONResponse({"status": "failed", "reason": state.problem}, 503)
+        return JSONResponse({"status": "ok" if state.phase is Phase.READY else state.phase.value})
+
+    @app.api_route("/ready", methods=["GET", "HEAD"])
+    async def ready() -> Response:
+        try:
+            state.require_ready()
+        except ApiError as error:
+            return JSONResponse({"status": state.phase.value}, 503, headers=error.headers)
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        state.refresh()
+        return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/v1/topology")
+    async def topology(format: str = "json") -> Response:
+        if format not in ("json", "text"):
+            raise invalid(f"format={format[:40]!r} is not known; use json or text", "format")
+        state.refresh()
+        return PlainTextResponse(topology_drawing(state)) if format == "text" else JSONResponse(topology_map(state))
+
+
+def _add_model_routes(app: FastAPI, state: ServerState) -> None:
+    def card(name: str) -> dict[str, Any]:
+        body = {"id": name, "object": "model", "created": state.started, "owned_by": "moewe", "root": state.names[0]}
+        return {**body, "max_model_len": state.max_model_len}
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        state.require_ready()
+        return JSONResponse({"object": "list", "data": [card(name) for name in state.names]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        state.require_ready()
+        state.require_model(name)
+        return JSONResponse(card(name))
+
+
+def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
+    @app.post("/v1/completions")
+    async def completions(http: Request) -> Response:
+        request = parse(CompletionRequest, await _body(state, http))
+
+        async def answer() -> Answer:
+            intake = await completion_intake(state, request)
+            return CompletionAnswer(_open(state, intake), *_shape(state, request, intake))
+
+        return await _respond(state, http, request, answer)
+
+    @app.post("/v1/chat/completions")
+    async def chat(http: Request) -> Response:
+        request = parse(ChatRequest, await _body(state, http))
+
+        async def answer() -> Answer:
+            intake = await chat_intake(state, request)
+            return ChatAnswer(_open(state, intake), *_shape(state, request, intake))
+
+        return await _respond(state, http, request, answer)
+
+
+async def _body(state: ServerState, http: Request) -> bytes:
+    state.require_ready()
+    kind = http.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise invalid(f"content-type {kind[:80]!r} is not read here; send 'content-type: application/json'")
+    return await http.body()
+
+
+async def _respond(state: ServerState, http: Request, request: GenerationRequest, answer: Any) -> Response:
+    state.require_model(request.model)
+
+    async def whole() -> dict[str, Any]:
+        ready = await answer()
+        try:
+            return await collect(ready)
+        finally:
+            ready.call.close()
+
+    if request.stream:
+        return EventStream(await while_connected(http.receive, answer()))
+    return JSONResponse(await while_connected(http.receive, whole()))
+
+
+def _open(state: ServerState, intake: Intake) -> Any:
+    state.require_ready()  # tokenising took its time
+    return state.hub.open(intake.prompts, intake.params, intake.priority)
+
+
+def _shape(state: ServerState, request: GenerationRequest, intake: Intake) -> tuple[Any, ...]:
+    return request.model, state.tokenizer, intake.params.logprobs, request.include_usage

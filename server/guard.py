@@ -1,0 +1,117 @@
+"""The door of the HTTP server: API key, size and pace of bodies, and a count of error answers.
+
+Not routing: it stands before every route, known or not, so that no spelling of a path gets around it.
+Units: bytes, seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import ApiError
+from .state import ServerState
+
+# Probes of an orchestrator cannot always carry a key, and these two tell nothing but up or down.
+OPEN_PATHS = frozenset({"/health", "/ready"})
+GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+BODY_TIMEOUT_S = 60.0
+
+
+class Guard:
+    """ASGI middleware.
+
+    Args:
+        app: what stands behind the door.
+        state: for its options and metrics.
+    """
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app = app
+        self._state = state
+        key = state.options.api_key
+        self._expected = None if key is None else f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request on, or answer it here."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        send = self._counting(scope["path"], send)
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await _answer(send, refusal)
+            return
+        await self._app(scope, _Body(receive, self._state.options.max_body_bytes), send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = dict(scope["headers"])
+        given = headers.get(b"authorization", b"")
+        guarded = self._expected is not None and scope["path"] not in OPEN_PATHS
+        if guarded and not hmac.compare_digest(given, self._expected or b""):
+            return ApiError(
+                401, "no valid API key; send the header 'Authorization: Bearer KEY'",
+                code="invalid_api_key", headers={"www-authenticate": "Bearer"},
+            )  # fmt: skip
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > self._state.options.max_body_bytes:
+            return too_large(self._state.options.max_body_bytes)
+        return None
+
+    def _counting(self, path: str, send: Send) -> Send:
+        if path not in GENERATING_PATHS:
+            return send
+
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                self._state.metrics.error(message["status"])
+            await send(message)
+
+        return counting
+
+
+class _Body:
+    """`receive` of one request, with a limit on the size of its body and on the time that it may take to arrive."""
+
+    def __init__(self, receive: Receive, most: int) -> None:
+        self._receive = receive
+        self._most = most
+        self._size = 0
+        self._complete = False
+
+    async def __call__(self) -> Message:
+        if self._complete:
+            return await self._receive()
+        try:
+            message = await asyncio.wait_for(self._receive(), BODY_TIMEOUT_S)
+        except TimeoutError:
+            raise ApiError(408, f"the request body paused for {BODY_TIMEOUT_S:g} s", headers=_CLOSE) from None
+        if message["type"] == "http.request":
+            self._size += len(message.get("body", b""))
+            self._complete = not message.get("more_body", False)
+            if self._size > self._most:
+                raise too_large(self._most)
+        return message
+
+
+_CLOSE = {"connection": "close"}
+
+
+def too_large(most: int) -> ApiError:
+    """Return the error for a body of more than `most` bytes. The rest of it is not read."""
+    return ApiError(
+        413, f"the request body is larger than {most} bytes; send less", code="body_too_large", headers=_CLOSE
+    )
+
+
+async def _answer(send: Send, error: ApiError) -> None:
+    headers = {"content-type": "application/json", **error.headers}
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": raw})
+    await send({"type": "http.response.body", "body": msgspec.json.encode(error.body())})

@@ -1,0 +1,155 @@
+"""Live requests of all clients: hands prompts to the replicas and brings each client what concerns it.
+
+Not HTTP and not balancing (runtime/replicas.py). Everything here runs in the event loop.
+Units: token ids, monotonic seconds. A `Call` is what one client asked at once: one prompt or several.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..runtime.messages import Delta, Failed
+from ..runtime.metrics import Metrics, RequestTimes
+from ..runtime.params import SamplingParams
+from .errors import unavailable
+
+
+class Submitter(Protocol):
+    """What the hub needs of runtime.replicas.ReplicaSet."""
+
+    def submit(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, priority: int = 0
+    ) -> None:
+        """Hand a prompt to a replica."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; unknown ids are ignored."""
+        ...
+
+
+class Call:
+    """The prompts of one client call and what came of them; made by `Hub.open`.
+
+    Attributes:
+        call_id: unique, part of the id that the client sees.
+        num_tokens: tokens generated so far, by prompt.
+    """
+
+    def __init__(self, hub: Hub, call_id: str, times: list[RequestTimes]) -> None:
+        self.call_id = call_id
+        self.num_tokens = [0] * len(times)
+        self._hub = hub
+        self._times = times
+        self._open = dict.fromkeys(range(len(times)))
+        self._arrived: list[tuple[int, Delta]] = []
+        self._wake = asyncio.Event()
+
+    def request_id(self, index: int) -> str:
+        """Return the id under which prompt number `index` runs."""
+        return f"{self.call_id}-{index}"
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens of all prompts."""
+        return sum(times.num_prompt_tokens for times in self._times)
+
+    async def next(self) -> list[tuple[int, Delta]]:
+        """Wait for news; return all there are as (index of the prompt, delta). Empty when all prompts ended."""
+        while not self._arrived and self._open:
+            await self._wake.wait()
+            self._wake.clear()
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def put(self, index: int, delta: Delta) -> None:
+        """Take news of prompt number `index`."""
+        if index not in self._open:
+            return
+        self._hub.metrics.observe(self._times[index], delta)
+        self.num_tokens[index] += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            del self._open[index]
+        self._arrived.append((index, delta))
+        self._wake.set()
+
+    def close(self) -> None:
+        """Forget the call; prompts that still run are aborted."""
+        for index in self._open:
+            self._hub.metrics.finished(self._times[index], "abort")
+        self._hub.forget(self, list(self._open))
+        self._open.clear()
+
+
+class Hub:
+    """All live calls.
+
+    Args:
+        metrics: where requests are counted.
+        most_live: prompts that may be live at once; more are refused.
+    """
+
+    def __init__(self, metrics: Metrics, most_live: int) -> None:
+        self.metrics = metrics
+        self.replicas: Submitter | None = None
+        self._most_live = most_live
+        self._live: dict[str, tuple[Call, int]] = {}
+        self._calls: dict[str, Call] = {}
+        self._prefix = secrets.token_hex(6)
+        self._numbers = itertools.count()
+
+    @property
+    def num_live(self) -> int:
+        """Prompts whose end has not been told yet."""
+        return len(self._live)
+
+    @property
+    def num_calls(self) -> int:
+        """Client calls that are not answered completely."""
+        return len(self._calls)
+
+    def open(self, prompts: Sequence[Sequence[int]], params: SamplingParams, priority: int = 0) -> Call:
+        """Submit the prompts of one client call. The caller must close it."""
+        assert self.replicas is not None
+        if self.num_live + len(prompts) > self._most_live:
+            raise unavailable(f"{self.num_live} requests are waiting already; try again later", "queue_full")
+        times = [self.metrics.submitted(len(prompt)) for prompt in prompts]
+        call = Call(self, f"{self._prefix}{next(self._numbers):08x}", times)
+        self._calls[call.call_id] = call
+        try:
+            for index, prompt in enumerate(prompts):
+                self._live[call.request_id(index)] = (call, index)
+                self.replicas.submit(call.request_id(index), prompt, params, priority)
+        except BaseException:
+            call.close()
+            raise
+        return call
+
+    def on_delta(self, delta: Delta) -> None:
+        """Bring a delta to its call; of requests that were given up it is dropped."""
+        entry = self._live.get(delta.request_id)
+        if entry is None:
+            return
+        if delta.finish_reason is not None:
+            del self._live[delta.request_id]
+        entry[0].put(entry[1], delta)
+
+    def fail_all(self, reason: str) -> None:
+        """End every live request with an error."""
+        for request_id in list(self._live):
+            self.on_delta(Delta(request_id=request_id, finish_reason="error", error=reason))
+
+    def on_failure(self, failed: Failed) -> None:
+        """End every live request: the engine is lost."""
+        self.fail_all(failed.reason)
+
+    def forget(self, call: Call, running: Sequence[int]) -> None:
+        """Drop a call and abort what of it still runs."""
+        self._calls.pop(call.call_id, None)
+        for index in running:
+            if self._live.pop(call.request_id(index), None) is not None and self.replicas is not None:
+                self.replicas.abort(call.request_id(index))

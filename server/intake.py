@@ -1,0 +1,186 @@
+"""From a checked request to token ids: tokenises off the event loop and holds lengths against the model's limits.
+
+Not the check of single fields (server/protocol.py). One rule of length for both routes: a prompt and its `max_tokens`
+must fit the context, else 400 with both numbers; without `max_tokens` a chat may fill it, a completion gets 16 or what
+fits.
+Units: tokens; token ids below the rows of the embedding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ..runtime.params import SamplingParams
+from ..text import TemplateError, Tokenizer
+from .errors import ApiError, invalid
+from .protocol import ChatRequest, CompletionRequest, GenerationRequest
+from .state import ServerState
+
+MOST_PROMPTS = 2048
+DEFAULT_COMPLETION_TOKENS = 16
+# Tokenising and rendering are short; two threads keep one long prompt from holding up the others.
+_THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="moewe-text")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intake:
+    """A request ready for an engine.
+
+    Attributes:
+        prompts: token ids of each prompt.
+        params: for all of them.
+        priority: lower runs first.
+    """
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    priority: int
+
+
+async def completion_intake(state: ServerState, request: CompletionRequest) -> Intake:
+    """Return the prompts of a completion request as token ids, with their sampling parameters."""
+    if request.prompt is None:
+        raise invalid("prompt is missing; send text, token ids, or a list of either", "prompt")
+    parts = _split(request.prompt)
+    if len(parts) > MOST_PROMPTS:
+        raise invalid(f"prompt holds {len(parts)} prompts; send at most {MOST_PROMPTS} at once", "prompt")
+    checked: list[list[int] | str] = []
+    for position, part in enumerate(parts):
+        where = "prompt" if part is request.prompt else f"prompt.{position}"
+        checked.append(part if isinstance(part, str) else _checked_ids(part, state.model_config.vocab_size, where))
+    texts = [part for part in checked if isinstance(part, str)]
+    special = request.add_special_tokens is not False
+    encoded = iter(
+        await _in_thread(lambda: [_encode(state, text, special, "prompt") for text in texts]) if texts else []
+    )
+    prompts = [next(encoded) if isinstance(part, str) else part for part in checked]
+    for position, prompt in enumerate(prompts):
+        if not prompt:
+            raise invalid(f"prompt.{position} holds no token; send at least one character or token id", "prompt")
+    return _intake(state, request, prompts, DEFAULT_COMPLETION_TOKENS)
+
+
+async def chat_intake(state: ServerState, request: ChatRequest) -> Intake:
+    """Return the conversation as token ids, with its sampling parameters."""
+    template = state.template
+    messages = [message.check(position) for position, message in enumerate(request.messages)]
+    if state.tokenizer is None:
+        raise invalid("the server runs without a tokenizer (--skip-tokenizer-init); use /v1/completions with token ids")
+    if template is None:
+        raise invalid(
+            "this model has no chat template; start the server with --chat-template FILE, or use /v1/completions",
+            code="no_chat_template",
+        )
+    options = dict(request.chat_template_kwargs or {})
+    for name in ("messages", "tools", "add_generation_prompt"):
+        if name in options:
+            raise invalid(
+                f"chat_template_kwargs.{name} is not allowed; use the field of the request", "chat_template_kwargs"
+            )
+
+    def encode() -> list[int]:
+        add_prompt = request.add_generation_prompt is not False
+        try:
+            text = template.render(messages, add_generation_prompt=add_prompt, **options)
+        except TemplateError as error:
+            raise invalid(str(error), "messages", "chat_template_error") from None
+        except TypeError:
+            raise invalid("chat_template_kwargs holds a name that is no identifier", "chat_template_kwargs") from None
+        # The template has written every special token itself, the first one included.
+        return _encode(state, text, bool(request.add_special_tokens), "messages")
+
+    prompt = await _in_thread(encode)
+    if not prompt:
+        raise invalid("messages give an empty prompt; send some text", "messages")
+    return _intake(state, request, [prompt], None)
+
+
+def _intake(state: ServerState, request: GenerationRequest, prompts: list[list[int]], default: int | None) -> Intake:
+    field, asked = request.asked_tokens()
+    limit = state.max_model_len
+    longest = max(len(prompt) for prompt in prompts)
+    if asked is not None and asked < 1:
+        raise invalid(f"{field}={asked} is not allowed; use an integer of at least 1", field)
+    if longest >= limit or (asked is not None and longest + asked > limit):
+        raise _too_long(state, longest, field, asked)
+    max_tokens = asked
+    if asked is None and default is not None:
+        max_tokens = min(default, limit - longest)
+    if request.stop and state.tokenizer is None:
+        raise invalid("stop needs text, but the server runs without a tokenizer; leave it out", "stop")
+    return Intake(prompts=prompts, params=request.sampling(max_tokens), priority=request.priority or 0)
+
+
+def _too_long(state: ServerState, prompt: int, field: str, asked: int | None) -> ApiError:
+    limit = state.max_model_len
+    total = (
+        f"{prompt} tokens" if asked is None else f"{prompt + asked} tokens ({prompt} in the prompt, {field}={asked})"
+    )
+    fix = (
+        f"lower {field} to at most {limit - prompt}" if prompt < limit else f"shorten it to at most {limit - 1} tokens"
+    )
+    return invalid(
+        f"{_context(state)}; this request has {total}; {fix}",
+        field if prompt < limit else "prompt", "context_length_exceeded",
+    )  # fmt: skip
+
+
+def _context(state: ServerState) -> str:
+    """The limit and, where the KV pool sets it, why."""
+    text = f"the context holds {state.max_model_len} tokens, prompt and output"
+    for ready in state.ready:
+        if ready.num_blocks * ready.block_size == state.max_model_len < state.model_config.max_position_embeddings:
+            return f"{text} (a rank has {ready.num_blocks} KV blocks of {ready.block_size} tokens, none reserved)"
+    return text
+
+
+def _split(prompt: Any) -> list[Any]:
+    """One prompt or several, each text or a list of ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list):
+        raise invalid(f"prompt must be text, token ids, or a list of either, got {type(prompt).__name__}", "prompt")
+    if not prompt:
+        raise invalid("prompt is an empty list; send at least one token id or text", "prompt")
+    return prompt if isinstance(prompt[0], (str, list)) else [prompt]
+
+
+def _checked_ids(part: Any, vocab_size: int, where: str) -> list[int]:
+    if not isinstance(part, list):
+        raise invalid(f"{where} must be text or token ids, got {type(part).__name__}", "prompt")
+    for position, token_id in enumerate(part):
+        if type(token_id) is not int:
+            raise invalid(f"{where}.{position} is not a token id (an integer), got {repr(token_id)[:40]}", "prompt")
+        if not 0 <= token_id < vocab_size:
+            raise invalid(f"{where}.{position}={token_id} is no token id; use 0 to {vocab_size - 1}", "prompt")
+    return part
+
+
+def _encode(state: ServerState, text: str, add_special_tokens: bool, param: str) -> list[int]:
+    tokenizer: Tokenizer | None = state.tokenizer
+    if tokenizer is None:
+        raise invalid("the server runs without a tokenizer (--skip-tokenizer-init); send token ids", param)
+    if (fewest := tokenizer.fewest_tokens(text)) >= state.max_model_len:
+        raise invalid(
+            f"{_context(state)}; this prompt of {len(text)} characters has at least {fewest} tokens; shorten it",
+            param, "context_length_exceeded",
+        )  # fmt: skip
+    try:
+        ids = tokenizer.encode(text, add_special_tokens)
+    except ValueError as error:
+        raise invalid(str(error), param) from None
+    if ids and max(ids) >= state.model_config.vocab_size:
+        raise invalid(
+            f"the tokenizer gives id {max(ids)}, but the model has {state.model_config.vocab_size} rows; "
+            "this text holds a token that the model does not know", param,
+        )  # fmt: skip
+    return ids
+
+
+async def _in_thread(function: Callable[[], _Result]) -> _Result:
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, function)

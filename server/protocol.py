@@ -1,0 +1,236 @@
+"""What OpenAI clients may ask of /v1/completions and /v1/chat/completions, checked field by field.
+
+Not a check against the model (server/intake.py) and not an answer (server/answers.py). A field that we do not know, or
+know but cannot honour, is refused by name; none is dropped silently but those in IGNORED, which change no output.
+Units: tokens, probabilities; JSON bytes in.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..runtime.params import SamplingParams
+from .errors import ApiError, invalid
+
+# They change no output: labels for the operator of another service, hints for caches and billing.
+IGNORED = frozenset({
+    "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "service_tier", "store", "user",
+})  # fmt: skip
+# Known to OpenAI or to other servers, not offered yet. The values listed ask for nothing, so they are fine.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "best_of": (None, 1),
+    "chat_template": (None,),
+    "documents": (None, []),
+    "echo": (None, False),
+    "frequency_penalty": (None, 0),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "guided_json": (None,),
+    "logit_bias": (None, {}),
+    "min_p": (None, 0),
+    "min_tokens": (None, 0),
+    "modalities": (None, ["text"]),
+    "n": (None, 1),
+    "prediction": (None,),
+    "presence_penalty": (None, 0),
+    "prompt_logprobs": (None,),
+    "reasoning_effort": (None,),
+    "repetition_penalty": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "skip_special_tokens": (None, True),
+    "stop_token_ids": (None, []),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    """`stream_options`: `include_usage` asks for a last chunk with totals."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationRequest(_Strict):
+    """What both routes share."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
+    add_special_tokens: bool | None = None
+
+    def check(self) -> None:
+        """Refuse what cannot be honoured."""
+        _check_extra(type(self), self.model_extra or {})
+        if self.stream_options is not None:
+            _check_extra(StreamOptions, self.stream_options.model_extra or {}, "stream_options.")
+            if not self.stream:
+                raise invalid(
+                    "stream_options is only allowed with stream=true; set it or leave it out", "stream_options"
+                )
+
+    @property
+    def include_usage(self) -> bool:
+        """True when a stream ends with a chunk of totals."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def asked_tokens(self) -> tuple[str, int | None]:
+        """Return the field that limits the output and its value."""
+        return "max_tokens", self.max_tokens
+
+    def asked_logprobs(self) -> int | None:
+        """Return how many alternatives a token are asked for, None for no log-probabilities at all."""
+        return None
+
+    def sampling(self, max_tokens: int | None) -> SamplingParams:
+        """Return the sampling parameters; the limit on tokens was resolved against the context."""
+        given: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "seed": self.seed,
+            "ignore_eos": self.ignore_eos,
+            "logprobs": self.asked_logprobs(),
+        }
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        try:
+            return SamplingParams(
+                max_tokens=max_tokens, stop=stop, **{name: value for name, value in given.items() if value is not None}
+            )
+        except ValueError as error:
+            raise invalid(str(error), str(error).partition("=")[0]) from None
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of /v1/completions. `prompt` is checked in server/intake.py, where the vocabulary is known."""
+
+    prompt: Any = None
+    logprobs: int | None = None
+
+    def asked_logprobs(self) -> int | None:
+        """Return `logprobs`."""
+        return self.logprobs
+
+
+class ChatMessage(_Strict):
+    """One turn; `content` is text or a list of text parts."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Any = None
+    name: str | None = None
+
+    def check(self, position: int) -> dict[str, Any]:
+        """Return the message as a template reads it; raise ApiError for what is not text."""
+        where = f"messages.{position}."
+        extra = {k: v for k, v in (self.model_extra or {}).items() if v not in (None, [])}
+        _check_extra(type(self), extra, where)
+        content = self.content
+        if isinstance(content, list):
+            content = [_text_part(part, f"{where}content.{i}") for i, part in enumerate(content)]
+        elif not isinstance(content, str):
+            got = "nothing" if content is None else type(content).__name__
+            raise invalid(f"{where}content must be text or a list of text parts, got {got}", f"{where}content")
+        message = {"role": self.role, "content": content}
+        return message if self.name is None else {**message, "name": self.name}
+
+
+class ChatRequest(GenerationRequest):
+    """Body of /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+
+    def check(self) -> None:
+        """Refuse what cannot be honoured."""
+        super().check()
+        if not self.messages:
+            raise invalid("messages is empty; send at least one message", "messages")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise invalid("top_logprobs needs logprobs=true; set it or leave top_logprobs out", "top_logprobs")
+        both = self.max_tokens is not None and self.max_completion_tokens is not None
+        if both and self.max_tokens != self.max_completion_tokens:
+            raise invalid(
+                f"max_tokens={self.max_tokens} and max_completion_tokens={self.max_completion_tokens} differ; "
+                "give one of them", "max_completion_tokens",
+            )  # fmt: skip
+
+    def asked_tokens(self) -> tuple[str, int | None]:
+        """Return the newer field when it is given."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return super().asked_tokens()
+
+    def asked_logprobs(self) -> int | None:
+        """Return `top_logprobs` when `logprobs` is true."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+Body = TypeVar("Body", bound=GenerationRequest)
+
+
+def parse(body: type[Body], data: bytes) -> Body:
+    """Return the checked request, or raise ApiError that names the field."""
+    try:
+        request = body.model_validate_json(data)
+    except ValidationError as error:
+        raise _readable(error) from None
+    request.check()
+    return request
+
+
+def _readable(error: ValidationError) -> ApiError:
+    """The first mistake in one line."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    message = str(first["msg"])
+    if first["type"] == "json_invalid":
+        hint = "; it may hold a lone surrogate, which is no Unicode text" if "hex escape" in message else ""
+        return invalid(f"request body: {message}{hint}")
+    if not first["loc"]:
+        return invalid("request body must be a JSON object")
+    path = ".".join(str(part) for part in first["loc"] if part not in ("str", "list[str]"))
+    return invalid(f"{path}: {message}", path)
+
+
+def _check_extra(model: type[BaseModel], extra: dict[str, Any], where: str = "") -> None:
+    for name, value in extra.items():
+        if name in IGNORED:
+            continue
+        if name not in UNSUPPORTED or where:
+            close = difflib.get_close_matches(name, [*model.model_fields, *([] if where else UNSUPPORTED)], n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "leave it out"
+            raise invalid(f"{where}{name} is not a field that this server knows; {hint}", f"{where}{name}"[:200])
+        if not any(type(value) in (type(fine), float) and value == fine for fine in UNSUPPORTED[name]):
+            fine = UNSUPPORTED[name][-1]
+            fix = f"leave it out or send {fine!r}" if fine else "leave it out"
+            raise invalid(f"{name}={repr(value)[:80]} is not supported in this version; {fix}", name)
+
+
+def _text_part(part: Any, where: str) -> dict[str, str]:
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        raise invalid(f"{where} is {kind!r}; this server reads only parts of the form type 'text' with a 'text'", where)
+    return {"type": "text", "text": part["text"]}

@@ -1,0 +1,102 @@
+"""What the server knows while it runs: its model, its limits, its phase and its replicas.
+
+Not the life of the process (server/serve.py) and not routes (server/app.py). One a server; the event loop owns it.
+Units: tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from ..runtime.config import EngineConfig
+from ..runtime.messages import Ready, Stats
+from ..runtime.metrics import Metrics
+from ..text import ChatTemplate, Tokenizer
+from .errors import ApiError, unavailable
+from .hub import Hub
+from .options import ServerOptions
+
+if TYPE_CHECKING:
+    from ..models.config import ModelConfig
+
+
+class Phase(Enum):
+    """Where the server is in its life; it only moves down this list."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+@dataclass
+class ServerState:
+    """Everything that routes read.
+
+    Attributes:
+        tokenizer: None with `skip_tokenizer_init`.
+        template: the chat template in use, or None.
+        hub: live requests.
+        started: Unix seconds, the `created` of /v1/models.
+        ready: what each replica said when it was ready.
+        stats: of each replica, as of the last `refresh`.
+        latest_stats: asks the replicas.
+        problem: why the server failed.
+    """
+
+    config: EngineConfig
+    options: ServerOptions
+    model_config: ModelConfig
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None
+    metrics: Metrics
+    hub: Hub
+    started: int
+    phase: Phase = Phase.LOADING
+    ready: list[Ready] = field(default_factory=list)
+    stats: list[Stats] = field(default_factory=list)
+    latest_stats: Callable[[], list[Stats]] = list
+    problem: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names under which requests may ask for the model; the first is reported."""
+        return self.options.served_model_name or (self.config.model.model,)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence that every replica takes, prompt and output."""
+        return min(self.model_config.max_position_embeddings, *(ready.max_model_len for ready in self.ready))
+
+    def refresh(self) -> None:
+        """Take the latest statistics of the replicas over into `stats` and metrics."""
+        for replica, stats in enumerate(latest := self.latest_stats()):
+            if replica >= len(self.stats) or self.stats[replica] is not stats:
+                self.metrics.observe_stats(replica, stats)
+        self.stats = latest
+
+    def enter(self, phase: Phase) -> None:
+        """Move on to `phase`; never back."""
+        order = list(Phase)
+        if order.index(phase) > order.index(self.phase):
+            self.phase = phase
+            self.metrics.ready = phase is Phase.READY
+
+    def require_ready(self) -> None:
+        """Raise ApiError unless requests are taken."""
+        if self.phase is Phase.LOADING:
+            raise unavailable("the model is still loading; try again when /ready answers 200", "loading")
+        if self.phase is Phase.DRAINING:
+            raise unavailable("the server is shutting down; send the request elsewhere", "shutting_down")
+        if self.phase is Phase.FAILED:
+            raise unavailable(f"the engine is lost: {self.problem}", "engine_lost")
+
+    def require_model(self, name: str | None) -> None:
+        """Raise ApiError unless `name` is one of ours."""
+        if name not in self.names:
+            served = ", ".join(repr(known) for known in self.names)
+            asked = "no model was named" if name is None else f"model {name[:200]!r} does not exist"
+            raise ApiError(404, f"{asked}; this server has {served}", param="model", code="model_not_found")

@@ -1,0 +1,121 @@
+"""Carries answers to clients, as one body or as server-sent events, and notices within moments when a client is gone.
+
+Not the content (server/answers.py). Events go out in the order of deltas; `data: [DONE]` ends a stream that succeeded,
+an error event one that failed. What waits for a slow client is bounded by its own `max_tokens`.
+Units: bytes on the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .answers import Answer
+from .errors import ApiError, server_error
+
+_Result = TypeVar("_Result")
+_ENCODER = msgspec.json.Encoder()
+
+
+class ClientGone(Exception):
+    """The client closed its connection before the answer was complete."""
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Run `work` until it ends or the client hangs up; then cancel it and raise ClientGone.
+
+    The request body must have been read.
+    """
+    job = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_hung_up(receive))
+    try:
+        await asyncio.wait({job, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if job.done():
+            return job.result()
+        raise ClientGone
+    finally:
+        for task in (job, watch):
+            task.cancel()
+        await asyncio.gather(job, watch, return_exceptions=True)
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def collect(answer: Answer) -> dict[str, Any]:
+    """Wait for all prompts of an answer and return its body; raise ApiError when one failed."""
+    while arrived := await answer.call.next():
+        for index, delta in arrived:
+            failure = failed(delta.finish_reason, delta.error)
+            if failure is not None:
+                raise failure
+            answer.add(index, delta)
+    return answer.body()
+
+
+def failed(finish_reason: str | None, error: str | None) -> ApiError | None:
+    """Return the error that ends an answer, if this is one."""
+    if finish_reason == "error":
+        return server_error(error or "the engine failed", "engine_error")
+    if finish_reason == "abort":
+        return server_error("the request was aborted by the server", "aborted")
+    return None
+
+
+def event(content: Any) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + _ENCODER.encode(content) + b"\n\n"
+
+
+class EventStream(Response):
+    """A streamed answer. It owns the call and closes it.
+
+    Args:
+        answer: what to send.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream; end at once when the client hangs up."""
+        try:
+            await while_connected(receive, self._send_all(send))
+        except ClientGone:
+            return
+        finally:
+            self._answer.call.close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await self._send(send, b"".join(map(event, self._answer.opening())))
+        async for data in self._events():
+            await self._send(send, data)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> Any:
+        while arrived := await self._answer.call.next():
+            data = b""
+            for index, delta in arrived:
+                failure = failed(delta.finish_reason, delta.error)
+                if failure is not None:
+                    yield data + event(failure.body())
+                    return
+                data += b"".join(map(event, self._answer.chunks(index, delta)))
+            yield data
+        yield b"".join(map(event, self._answer.closing())) + b"data: [DONE]\n\n"
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        if data:
+            await send({"type": "http.response.body", "body": data, "more_body": True})

@@ -1,0 +1,76 @@
+"""The live map of /v1/topology: replicas, ranks, their processes, expert slots and load, as JSON or as a drawing.
+
+Not a placement (moe.wide_ep) and not a grid (topologies): it only shows them.
+Units: bytes, KV blocks; ranks are numbered over all replicas in the drawing, within their replica in the JSON.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..moe.wide_ep.placement import linear_placement
+from ..topologies import RankGrid, parse_topology
+from .state import ServerState
+
+
+def topology_map(state: ServerState) -> dict[str, Any]:
+    """Return the map."""
+    topology = parse_topology(state.config.parallel.topology)
+    model = state.model_config
+    num_experts = model.moe.routing.num_experts if model.moe is not None else 0
+    placement = linear_placement(len(model.moe_layers), num_experts, topology.ep)
+    ranks: list[dict[str, Any]] = []
+    for rank, (start, stop) in enumerate(placement.slot_ranges):
+        experts = placement.local_experts(rank).tolist() if num_experts else []
+        ranks.append({"rank": rank, "slots": [start, stop], "experts": experts, "num_experts": len(experts)})
+    replicas = [
+        {"replica": replica, "ranks": [{**rank, **_live(state, replica, rank["rank"])} for rank in ranks]}
+        for replica in range(topology.dp)
+    ]
+    return {
+        "topology": topology.long(),
+        "ep": topology.ep,
+        "dp": topology.dp,
+        "adp": topology.adp,
+        "atp": topology.atp,
+        "red": topology.red,
+        "num_ranks": topology.num_ranks,
+        "model": state.names[0],
+        "num_experts": num_experts,
+        "num_moe_layers": len(model.moe_layers),
+        "device": state.config.parallel.device,
+        "phase": state.phase.value,
+        "replicas": replicas,
+    }
+
+
+def topology_drawing(state: ServerState) -> str:
+    """Return the grid of ranks and a line a rank."""
+    view = topology_map(state)
+    topology = parse_topology(view["topology"])
+    lines = [view["topology"], "", str(RankGrid(topology, topology.num_ranks)), ""]
+    for replica in view["replicas"]:
+        for rank in replica["ranks"]:
+            start, stop = rank["slots"]
+            slots = f"slots {start}-{stop - 1}" if stop > start else "no expert slots"
+            parts = [f"replica {replica['replica']} rank {rank['rank']}", slots]
+            parts += [
+                f"{name} {rank[name]}" for name in ("pid", "running", "used_blocks", "num_blocks") if name in rank
+            ]
+            lines.append("  ".join(parts))
+    return "\n".join(lines) + "\n"
+
+
+def _live(state: ServerState, replica: int, rank: int) -> dict[str, Any]:
+    """What is known of a rank only once it runs."""
+    live: dict[str, Any] = {}
+    if replica < len(state.ready):
+        ready = state.ready[replica]
+        live |= {"pid": ready.pids[rank], "weight_bytes": ready.weight_bytes[rank], "num_blocks": ready.num_blocks}
+    if replica < len(state.stats):
+        stats = state.stats[replica]
+        if rank < len(stats.running_per_rank):
+            live["running"] = stats.running_per_rank[rank]
+        used = [each.used_blocks for each in stats.ranks if each.rank == rank]
+        live |= {"used_blocks": used[0]} if used else {}
+    return live

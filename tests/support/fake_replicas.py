@@ -1,0 +1,195 @@
+"""A stand-in for ReplicaSet that says scripted tokens, and a real HTTP server over it inside the test's event loop.
+
+Not an engine: no scheduling, no limits. Text comes from the real TextOutput, HTTP from the real application.
+Units: token ids; `pause` is seconds between tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+from moewe.models.config import ModelConfig, MoEConfig, RotaryConfig
+from moewe.moe.routing import RoutingConfig
+from moewe.runtime.config import EngineConfig, ModelOptions, ParallelOptions
+from moewe.runtime.messages import Delta, LogprobEntry, RankStats, Ready, Stats
+from moewe.runtime.metrics import Metrics
+from moewe.runtime.params import SamplingParams
+from moewe.runtime.stats import encode_counters, rank_stats
+from moewe.runtime.text_output import TextOutput
+from moewe.server.app import build_app
+from moewe.server.hub import Hub
+from moewe.server.options import ServerOptions
+from moewe.server.state import Phase, ServerState
+from moewe.telemetry import RankCounters
+from moewe.text import ChatTemplate, Tokenizer
+
+from tests.support.small_tokenizers import byte_level
+
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+VOCAB_SIZE = 512
+Script = Callable[[Sequence[int]], Sequence[int]]
+
+
+class FakeReplicas:
+    """Answers each prompt with `script(prompt)`, its last token an end token when `ends`."""
+
+    def __init__(self, tokenizer: Tokenizer | None, script: Script, *, pause: float = 0.0, ends: bool = False) -> None:
+        self.tokenizer = tokenizer
+        self.script = script
+        self.pause = pause
+        self.ends = ends
+        self.on_delta: Callable[[Delta], None] = lambda delta: None
+        self.submitted: dict[str, tuple[list[int], SamplingParams, int]] = {}
+        self.aborted: list[str] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def num_running(self) -> int:
+        return len(self._tasks)
+
+    def submit(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, priority: int = 0
+    ) -> None:
+        self.submitted[request_id] = (list(prompt_token_ids), params, priority)
+        self._tasks[request_id] = asyncio.ensure_future(self._say(request_id, prompt_token_ids, params))
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        task = self._tasks.pop(request_id, None)
+        if task is not None:
+            task.cancel()
+
+    def stats(self) -> list[Stats]:
+        ranks: tuple[RankStats, ...] = tuple(
+            rank_stats(rank, encode_counters(RankCounters(1, 2)), used_blocks=self.num_running, total_blocks=8)
+            for rank in range(2)
+        )
+        return [Stats(num_running=self.num_running, num_waiting=0, num_preemptions=0, num_steps=0, ranks=ranks,
+                      running_per_rank=(self.num_running, 0))]  # fmt: skip
+
+    async def _say(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        output = TextOutput(self.tokenizer, params)
+        tokens = list(self.script(prompt))
+        for position, token in enumerate(tokens):
+            await asyncio.sleep(self.pause)
+            reason = None
+            if position == len(tokens) - 1:
+                reason = "stop" if self.ends else "length"
+            elif params.max_tokens is not None and position + 1 >= params.max_tokens:
+                reason = "length"
+            text, stopped = output.add([token], reason)
+            reason = "stop" if stopped else reason
+            if reason is not None:
+                del self._tasks[request_id]
+            self.on_delta(Delta(request_id=request_id, token_ids=(token,), text=text, finish_reason=reason,
+                                logprobs=self._logprobs(token, params), first_scheduled=time.monotonic()))  # fmt: skip
+            if reason is not None:
+                return
+
+    def _logprobs(self, token: int, params: SamplingParams) -> tuple[tuple[LogprobEntry, ...], ...]:
+        if params.logprobs is None:
+            return ()
+        entries = [LogprobEntry(token_id=token, logprob=-0.5, rank=2, decoded_token=None)]
+        for i in range(params.logprobs):
+            logprob = float("-inf") if i else -0.25
+            entries.append(
+                LogprobEntry(token_id=(token + 1 + i) % 256, logprob=logprob, rank=1 + 2 * i, decoded_token=None)
+            )
+        return (tuple(entries),)
+
+
+def tokenizer() -> Tokenizer:
+    return Tokenizer(byte_level(), {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True})
+
+
+def says(text: str) -> Script:
+    tokens = tokenizer().encode(text, add_special_tokens=False)
+    return lambda prompt: tokens
+
+
+def model_config() -> ModelConfig:
+    routing = RoutingConfig(num_experts=4, top_k=2, scoring="softmax", renormalize=True)
+    return ModelConfig(
+        family="mixtral", num_layers=2, hidden_size=8, vocab_size=VOCAB_SIZE, num_heads=2, num_kv_heads=1, head_dim=4,
+        dense_width=8, rotary=RotaryConfig(theta=1e4, rotary_dim=4), norm_eps=1e-5, max_position_embeddings=4096,
+        dtype="float32", moe_layers=(0, 1), moe=MoEConfig(routing=routing, expert_width=8),
+    )  # fmt: skip
+
+
+def make_state(
+    replicas: FakeReplicas | None = None, *, template: str | None = CHATML, max_model_len: int = 64, **options: Any
+) -> ServerState:
+    tokens = replicas.tokenizer if replicas is not None else tokenizer()
+    metrics = Metrics(version="0", model="gull", topology="EP2DP1")
+    state = ServerState(
+        config=EngineConfig(
+            model=ModelOptions(model="gull", path="gull"),
+            parallel=ParallelOptions(topology="EP2DP1[adp=2,atp=1,red=0]"),
+        ),
+        options=ServerOptions(**{"served_model_name": ("gull", "moewe"), **options}),
+        model_config=model_config(),
+        tokenizer=tokens,
+        template=None if template is None else ChatTemplate(template, variables={"bos_token": "<s>"}),
+        metrics=metrics,
+        hub=Hub(metrics, most_live=100),
+        started=1,
+    )
+    if replicas is not None:
+        state.hub.replicas = replicas
+        replicas.on_delta = state.hub.on_delta
+        state.latest_stats = replicas.stats
+        state.ready = [
+            Ready(num_blocks=max_model_len // 16, block_size=16, max_model_len=max_model_len, max_num_seqs=8,
+                  memory_bandwidth=(1e9, 1e9), weight_bytes=(5, 6), weight_bytes_read=(5, 6), pids=(11, 12))
+        ]  # fmt: skip
+        metrics.set_ready(0, state.ready[0])
+        state.enter(Phase.READY)
+    return state
+
+
+@asynccontextmanager
+async def served(state: ServerState) -> AsyncIterator[httpx.AsyncClient]:
+    """Serve `state` over HTTP on a free port and give a client to it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(build_app(state), http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
+                            timeout_graceful_shutdown=1)  # fmt: skip
+    server = uvicorn.Server(config)
+    task = asyncio.ensure_future(server._serve([listener]))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+            yield client
+    finally:
+        server.should_exit = True
+        await task
+
+
+def ask(state: ServerState, method: str, path: str, **kwargs: Any) -> httpx.Response:
+    """Return the answer of the application to one request, without a network."""
+
+    async def run() -> httpx.Response:
+        transport = httpx.ASGITransport(build_app(state))
+        async with httpx.AsyncClient(transport=transport, base_url="http://moewe", timeout=20) as client:
+            return await client.request(method, path, **kwargs)
+
+    return asyncio.run(run())
+
+
+def with_server(state: ServerState, body: Callable[[httpx.AsyncClient], Coroutine[Any, Any, Any]]) -> Any:
+    """Run `body(client)` against a server over `state`."""
+
+    async def run() -> Any:
+        async with served(state) as client:
+            return await body(client)
+
+    return asyncio.run(run())
