@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from pathlib import Path
 
+from ..native.bandwidth import llc_bytes
 from ..text import Tokenizer, load_tokenizer
 from .channel import Channel, ChannelClosed
 from .child import enter_child, log_as
@@ -80,6 +81,8 @@ class EngineLoop:
             ready = self._start_up(group)
             if ready is not None:
                 self._engine = self._make_engine(group, ready, tokenizer)
+                on_host = self._start.config.parallel.device == "cpu"
+                self._reporter.cache_resident = on_host and sum(ready.weight_bytes) <= llc_bytes()
                 self._client.send(ready)
                 self._serve(self._engine)
             group.stop()

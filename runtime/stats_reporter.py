@@ -26,11 +26,15 @@ class StatsReporter:
         client: who is told; while it has not read the last ones it gets no more.
         workers: keep the newest counters of each rank.
         clock: monotonic seconds.
+
+    Attributes:
+        cache_resident: the weights of all ranks fit the host's last-level cache, so memory may not be read at all.
     """
 
     def __init__(
         self, client: Channel[ToEngine], workers: Workers, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.cache_resident = False
         self._client = client
         self._workers = workers
         self._clock = clock
@@ -60,7 +64,13 @@ class StatsReporter:
             num_preemptions=figures.num_preemptions,
             num_steps=engine.num_steps,
             ranks=tuple(
-                rank_stats(rank, counters, used_blocks=used, total_blocks=figures.config.num_blocks)
+                rank_stats(
+                    rank,
+                    counters,
+                    used_blocks=used,
+                    total_blocks=figures.config.num_blocks,
+                    cache_resident=self.cache_resident,
+                )
                 for rank, (counters, used) in enumerate(blocks)
             ),
             running_per_rank=figures.running_per_rank,

@@ -57,6 +57,8 @@ class Trouble:
             raise ValueError("shard=7 is missing; fetch the checkpoint again")
         if self.do == "exit":
             os._exit(9)
+        if self.do == "nap":
+            time.sleep(1.0)
         if self.do == "hang":
             time.sleep(3600)
 
