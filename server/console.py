@@ -7,12 +7,9 @@ Units: bytes, tokens, seconds.
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-from rich.console import Console
 
 from ..runtime.messages import Loading
 from ..telemetry import RankCounters
@@ -27,9 +24,7 @@ class LoadingDisplay:
     """Progress of all ranks of all replicas."""
 
     def __init__(self) -> None:
-        console = Console(file=sys.stderr)
-        self._has_bars = console.is_terminal
-        self._bars = LoadingBars(console)
+        self._bars = LoadingBars()
         self._done: dict[tuple[int, int], tuple[int, int]] = {}
         self._logged = 0
 
@@ -39,7 +34,7 @@ class LoadingDisplay:
         self._done[replica, message.rank] = (message.done_bytes, message.total_bytes)
         done, total = (sum(column) for column in zip(*self._done.values(), strict=True))
         quarter = _LOG_STEPS * done // total if total else 0
-        if quarter > self._logged and not self._has_bars:
+        if quarter > self._logged and not self._bars.visible:
             self._logged = quarter
             log.info("loading weights: %d of %d MiB", done >> 20, total >> 20)
 

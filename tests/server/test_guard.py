@@ -1,0 +1,174 @@
+"""The door: no route without the key, no body read beyond the limit, no work for a client that is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+from moewe.server.state import ServerState
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.fake_replicas import FakeReplicas, ask, make_state, says, tokenizer, with_server
+
+KEY = "s3cret"
+OPEN = {"/health", "/ready"}
+PATHS = [
+    "/", "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/gull", "/v1/topology", "/version",
+    "/metrics", "/docs", "/openapi.json", "//v1/completions", "/V1/completions", "/v1/completions/", "/v1/nothing",
+    "/health/", "//health", "/HEALTH", "/%68ealth/x",
+]  # fmt: skip
+
+
+def replicas(count: int = 2000, pause: float = 0.01) -> FakeReplicas:
+    return FakeReplicas(tokenizer(), lambda prompt: [70] * count, pause=pause)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH"])
+def test_every_route_wants_the_key(method: str) -> None:
+    state = make_state(replicas(), api_key=KEY)
+    for path in PATHS:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": KEY}, {"authorization": "Bearer "}):
+            response = ask(state, method, path, headers=headers)
+            assert response.status_code == 401, (path, headers)
+    assert not state.hub.num_live
+
+
+def test_with_the_key_or_on_open_paths_one_comes_in() -> None:
+    state = make_state(replicas(), api_key=KEY)
+    headers = {"authorization": f"Bearer {KEY}"}
+    assert ask(state, "GET", "/v1/models", headers=headers).status_code == 200
+    assert {path for path in OPEN if ask(state, "GET", path).status_code == 200} == OPEN
+    body = {"model": "gull", "prompt": "a", "max_tokens": 1}
+    assert ask(state, "POST", "/v1/completions", headers=headers, json=body).status_code == 200
+    assert ask(state, "POST", "/v1/completions/", headers=headers, json=body).status_code == 404
+    assert KEY not in ask(state, "POST", "/v1/completions", json=body).text
+
+
+async def raw(client: httpx.AsyncClient, request: bytes) -> bytes:
+    host, port = client.base_url.host, client.base_url.port
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(request)
+    await writer.drain()
+    answer = await asyncio.wait_for(reader.read(), 5)  # the server closes the connection
+    writer.close()
+    return answer
+
+
+def test_announced_body_beyond_the_limit_is_refused_unread() -> None:
+    state = make_state(replicas(), max_body_bytes=1000)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 50000000\r\n\r\n"
+    answer = with_server(state, lambda client: raw(client, head))
+    assert answer.startswith(b"HTTP/1.1 413") and b"1000 bytes" in answer
+
+
+def test_unannounced_body_beyond_the_limit_is_cut_off() -> None:
+    state = make_state(replicas(), max_body_bytes=1000)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+    answer = with_server(state, lambda client: raw(client, head + b"400\r\n" + b"x" * 0x400 + b"\r\n"))
+    assert answer.startswith(b"HTTP/1.1 413")
+    metrics = state.metrics.totals.errors
+    assert metrics[413] == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_hangs_up_is_aborted_within_a_second(stream: bool) -> None:
+    fakes = replicas()
+    state = make_state(fakes, max_model_len=4096)
+
+    async def run(client: httpx.AsyncClient) -> float:
+        body = json.dumps({"model": "gull", "prompt": "a", "max_tokens": 2000, "stream": stream}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
+        _, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+        writer.write(head + body)
+        await asyncio.sleep(0.2)
+        assert fakes.num_running == 1
+        gone = time.monotonic()
+        writer.close()
+        while fakes.num_running or state.hub.num_calls:
+            await asyncio.sleep(0.01)
+        return time.monotonic() - gone
+
+    assert with_server(state, run) < 1.0
+    assert len(fakes.aborted) == 1 and state.metrics.totals.finished["abort"] == 1
+
+
+def scrape(text: str) -> dict[str, float]:
+    return {
+        sample.name + "".join(f"|{value}" for _, value in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_counters_equal_what_clients_counted() -> None:
+    tokens = tokenizer()
+    fakes = FakeReplicas(tokens, says("the sea and the gull"), ends=True)
+    state = make_state(fakes)
+
+    async def run(client: httpx.AsyncClient) -> tuple[dict[str, int], str]:
+        usage = {"prompt_tokens": 0, "completion_tokens": 0, "stop": 0, "length": 0}
+        for i in range(6):
+            limit = {"max_tokens": 2} if i % 2 else {}
+            body = {"model": "gull", "prompt": ["hi", "you"][i % 2], **limit}
+            answer = (await client.post("/v1/completions", json=body)).json()
+            for name in ("prompt_tokens", "completion_tokens"):
+                usage[name] += answer["usage"][name]
+            usage[answer["choices"][0]["finish_reason"]] += 1
+        assert (await client.post("/v1/completions", json={"model": "gull", "prompt": [9999]})).status_code == 400
+        return usage, (await client.get("/metrics")).text
+
+    usage, text = with_server(state, run)
+    values = scrape(text)
+    assert values["moewe_prompt_tokens_total"] == usage["prompt_tokens"]
+    assert values["moewe_generation_tokens_total"] == usage["completion_tokens"]
+    assert values["moewe_requests_finished_total|stop"] == usage["stop"] == 3
+    assert values["moewe_requests_finished_total|length"] == usage["length"] == 3
+    assert values["moewe_requests_finished_total|abort"] == values["moewe_requests_finished_total|error"] == 0
+    assert values["moewe_request_errors_total|400"] == 1
+    assert values["moewe_requests_running|0"] == values["moewe_kv_usage_ratio|0|0"] == 0
+    assert values["moewe_time_to_first_token_seconds_count"] == 6
+
+
+def test_too_many_live_requests_are_asked_to_come_again() -> None:
+    state = make_state(replicas())
+    response = ask(state, "POST", "/v1/completions", json={"model": "gull", "prompt": ["a"] * 101, "max_tokens": 1})
+    assert response.status_code == 503 and "retry-after" in response.headers
+    assert state.hub.num_live == state.hub.num_calls == 0
+
+
+def test_long_prompts_do_not_hold_up_the_event_loop() -> None:
+    state = make_state(replicas(pause=0.0), max_model_len=4096)
+    tokens: Any = state.tokenizer
+    encode = tokens.encode
+
+    def slow(text: str, add_special_tokens: bool = True) -> list[int]:
+        time.sleep(0.5)
+        return list(encode(text, add_special_tokens))
+
+    tokens.encode = slow
+
+    async def run(client: httpx.AsyncClient) -> float:
+        slow_one = asyncio.ensure_future(
+            client.post("/v1/completions", json={"model": "gull", "prompt": "a", "max_tokens": 1})
+        )
+        await asyncio.sleep(0.1)
+        start = time.monotonic()
+        assert (await client.get("/health")).status_code == 200
+        took = time.monotonic() - start
+        assert (await slow_one).status_code == 200
+        return took
+
+    assert with_server(state, run) < 0.3
+
+
+def test_prompt_without_a_single_token_is_refused() -> None:
+    tokens = tokenizer()
+    tokens._config["add_bos_token"] = False
+    state: ServerState = make_state(FakeReplicas(tokens, says("a")))
+    for prompt in ("", [""], ["a", ""]):
+        response = ask(state, "POST", "/v1/completions", json={"model": "gull", "prompt": prompt, "max_tokens": 1})
+        assert response.status_code == 400 and "no token" in response.json()["error"]["message"]
