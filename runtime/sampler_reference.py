@@ -21,7 +21,8 @@ def distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: floa
     if top_k > 0:
         order = order[:top_k]
     total = sum(weights[token] for token in order)
-    kept, cumulative = [], 0.0
+    kept: list[int] = []
+    cumulative = 0.0
     for token in order:
         if kept and cumulative >= top_p * total and top_p < 1:
             break

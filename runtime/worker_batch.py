@@ -41,7 +41,8 @@ class StepRows:
         segments: the chunks, ascending by row.
         decode_slots: [N] i64; decode row number i belongs to `decode_slots[i]`.
         decode_lengths: [N] i64, tokens to attend to, this row's own included.
-        decode_tables: [N, n] i64, padded with block 0.
+        decode_tables: [N, n] i64, padded with the sequence's own first block: masked, but multiplied, so that a stray
+            NaN in a block of somebody else would spread.
         sample_rows: [K] i64, rows whose logits are wanted.
         sample_slots: [K] i64, whose they are.
     """
@@ -135,6 +136,7 @@ class WorkerBatch:
             if chunk.samples:
                 sample_rows.append(np.array([start - 1]))
                 sample_slots.append(np.array([chunk.slot]))
+        tables = self.block_table[slots, :width]
         position, block = np.concatenate(positions), np.concatenate(blocks)
         assert (block >= 0).all(), "a row has no KV block"
         return StepRows(
@@ -144,7 +146,7 @@ class WorkerBatch:
             segments=tuple(segments),
             decode_slots=slots,
             decode_lengths=lengths,
-            decode_tables=np.maximum(self.block_table[slots, :width], 0).astype(np.int64),
+            decode_tables=np.where(tables == FREE, tables[:, :1], tables).astype(np.int64),
             sample_rows=np.concatenate(sample_rows),
             sample_slots=np.concatenate(sample_slots),
         )
@@ -186,7 +188,8 @@ class WorkerBatch:
     def blocks_of(self, slot: int) -> np.ndarray:
         """Return the blocks granted to `slot`, [n] i64."""
         row = self.block_table[slot]
-        return row[row != FREE].astype(np.int64)
+        held: np.ndarray = row[row != FREE]
+        return held.astype(np.int64)
 
     @property
     def num_running(self) -> int:
@@ -208,7 +211,8 @@ class WorkerBatch:
         assert (granted * self.block_size >= self.num_computed_tokens).all(), "tokens in KV without a block"
 
     def _blocks_at(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        return self.block_table[slots, positions // self.block_size].astype(np.int64)
+        blocks: np.ndarray = self.block_table[slots, positions // self.block_size]
+        return blocks.astype(np.int64)
 
     def _release(self, slots: np.ndarray) -> None:
         self.sequence_ids[slots] = FREE
