@@ -137,7 +137,7 @@ class Decoder:
         counters = self._counters
         counters.add_bytes("attention", self._attention_bytes)
         counters.add_bytes("dense", self._dense_bytes + _num_bytes(x))  # x: embedding rows read
-        # The residual stream, read and written around each half of a layer; what stays in cache inside one is not counted.
+        # The residual stream, read and written around each half of a layer; what a half keeps in cache is not counted.
         counters.add_bytes("activations", 4 * len(self._weights.layers) * _num_bytes(x))
 
     def _count_kv(self, layer: int, num_rows: int, batch: AttentionBatch, storage: KVStorage) -> None:

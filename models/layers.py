@@ -83,7 +83,7 @@ class AttentionBlock:
         """Return what attention adds to the residual: [T, D] -> [T, D], T > 0. Writes K and V of all rows first."""
         w, num_heads, num_kv_heads = self._weights, self._num_heads, self._num_kv_heads
         qkv = F.linear(x, w.qkv, w.qkv_bias)
-        q, k, v = qkv.split([size * self._head_dim for size in (num_heads, num_kv_heads, num_kv_heads)], dim=-1)
+        q, k, v = qkv.split_with_sizes([size * self._head_dim for size in (num_heads, num_kv_heads, num_kv_heads)], dim=-1)
         if self._qk_norm == "full":
             q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
         q, k = q.unflatten(-1, (num_heads, -1)), k.unflatten(-1, (num_kv_heads, -1))

@@ -67,10 +67,10 @@ def grouped_ffn(rows: torch.Tensor, tokens_per_slot: torch.Tensor, weights: Expe
         return rows.new_empty(rows.shape)
     sizes = [count for count in counts if count]
     gate_up = rows.new_empty(rows.shape[0], weights.w13.shape[1])  # [M, 2F]
-    for (w13, _), piece, out in zip(used, rows.split(sizes), gate_up.split(sizes)):
+    for (w13, _), piece, out in zip(used, rows.split_with_sizes(sizes), gate_up.split_with_sizes(sizes)):
         torch.mm(piece, w13, out=out)
     hidden = swiglu(gate_up)  # [M, F]
     output = torch.empty_like(rows)
-    for (_, w2), piece, out in zip(used, hidden.split(sizes), output.split(sizes)):
+    for (_, w2), piece, out in zip(used, hidden.split_with_sizes(sizes), output.split_with_sizes(sizes)):
         torch.mm(piece, w2, out=out)
     return output

@@ -36,7 +36,7 @@ def dispatch_reference(
     """Return what arrives on every rank when rank r sends `inputs_TD[r]` by `physical_ids_TK[r]`."""
     arrived = []
     for start, stop in slot_ranges:
-        origins = []
+        origins: list[tuple[int, int, int]] = []
         tokens_per_slot = []
         for slot in range(start, stop):
             before = len(origins)
