@@ -1,0 +1,111 @@
+"""`moewe serve` as a user starts it: a process, its address, its children, its log, and an end that leaves nothing.
+
+Not a fake: everything is real. Units: seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+import httpx
+import openai
+import psutil
+
+NAME = "gull"
+START_TIMEOUT_S = 90.0
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+class ServerProcess:
+    """A server on a free port; on leaving the context it and all its children are killed.
+
+    Args:
+        model: folder of the checkpoint.
+        flags: further command-line flags.
+        wait: return only when /ready answers 200.
+    """
+
+    def __init__(self, model: Path, *flags: str, topology: str = "EP2DP1", wait: bool = True) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in __exit__
+        command = [sys.executable, "-m", "moewe", "serve", str(model), "--topology", topology, "--port", str(self.port)]
+        command += ["--served-model-name", NAME, "--threads", "1", *flags]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command, stdout=self._log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        self.children: list[psutil.Process] = []
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Wait until requests are taken."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while self.status("/ready") != 200:
+            assert self.process.poll() is None, self.log()
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.1)
+        self.children = psutil.Process(self.process.pid).children(recursive=True)
+
+    def status(self, path: str) -> int:
+        """Return the status of a GET, 0 when nobody answers."""
+        try:
+            return httpx.get(self.url + path, timeout=5).status_code
+        except httpx.HTTPError:
+            return 0
+
+    def client(self, **options: object) -> openai.OpenAI:
+        """Return an OpenAI client that does not try again by itself."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", **{"max_retries": 0, "timeout": 60, **options})
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the server process alone."""
+        self.process.send_signal(number)
+
+    def exit_code(self, timeout: float) -> int:
+        """Wait for the server's end and return its exit code."""
+        return self.process.wait(timeout)
+
+    def survivors(self, within: float = 2.0) -> list[psutil.Process]:
+        """Return children that still run after a moment."""
+        _, alive = psutil.wait_procs(self.children, timeout=within)
+        return [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+
+    def log(self) -> str:
+        """Return all that the server wrote so far."""
+        self._log.flush()
+        position = self._log.tell()
+        self._log.seek(0)
+        text = self._log.read()
+        self._log.seek(position)
+        return text
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            children = psutil.Process(self.process.pid).children(recursive=True)
+            self.process.kill()
+            self.process.wait()
+            for child in children:
+                if child.is_running():
+                    child.kill()
+        self._log.close()
