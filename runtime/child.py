@@ -61,7 +61,7 @@ def hold_lifeline(sock: socket.socket) -> None:
 
 
 def log_as(name: str) -> None:
-    """Write log lines of this process to stderr, marked with `name`."""
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s %(levelname)s [{name}] %(message)s", force=True
-    )
+    """Write log lines of this process to stderr, marked with `name`: ours, and warnings of libraries."""
+    line = f"%(asctime)s %(levelname)s [{name}] %(message)s"
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format=line, force=True)
+    logging.getLogger("moewe").setLevel(logging.INFO)

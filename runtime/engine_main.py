@@ -44,7 +44,7 @@ from .text_output import TextOutput
 from .worker_main import build_hub, build_worker
 from .workers import RankLost
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("moewe.runtime.engine_main")  # __name__ is __main__ in a process of its own
 
 EXIT_STOPPED, EXIT_NOT_STARTED, EXIT_LOST = 0, 1, 3
 HEARTBEAT_S = 1.0

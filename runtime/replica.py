@@ -59,6 +59,7 @@ class Replica:
         stats: the newest statistics, with the counters of all ranks.
         failure: why it is lost, or None.
         stopped: it has ended as it was told to.
+        ends_itself: it has said its last word and ended its ranks; the process is about to exit.
         outstanding: tokens that it still has to run, as expected.
     """
 
@@ -71,6 +72,7 @@ class Replica:
         self.stats: Stats | None = None
         self.failure: Failed | None = None
         self.stopped = False
+        self.ends_itself = False
         self.outstanding = 0
         self._name = name
         self._watched = watched
@@ -140,9 +142,10 @@ class Replica:
             case Ready():
                 self.ready = message
             case Failed():
+                self.ends_itself = True
                 return self._lose(message)
             case Stopped():
-                self.stopped = True
+                self.ends_itself = self.stopped = True
                 return self._give_up("the engine was stopped")
         return []
 
@@ -185,7 +188,8 @@ class Replica:
         return Failed(reason="the engine is lost: it closed its channel")
 
     def _lose(self, failed: Failed) -> list[Delta]:
-        self.member.kill()
+        if not self.ends_itself:
+            self.member.kill()
         reason = f"{self._name}: {failed.reason}" if self._name else failed.reason
         self.failure = Failed(reason=reason, rank=failed.rank, user_error=failed.user_error)
         return self._give_up(reason)

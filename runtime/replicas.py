@@ -276,7 +276,7 @@ class ReplicaSet:
 
     def _end(self, replica: Replica) -> None:
         member = replica.member
-        if replica.stopped:
+        if replica.ends_itself:
             member.join(CLOSE_TIMEOUT_S)
         member.kill()
         member.join(CLOSE_TIMEOUT_S)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ..moe.wide_ep.exchange_threads import ThreadHub
     from ..moe.wide_ep.placement import ExpertPlacement
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("moewe.runtime.worker_main")  # __name__ is __main__ in a process of its own
 
 HEARTBEAT_S = 0.5
 LOADING_EVERY_S = 0.1

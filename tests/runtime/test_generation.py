@@ -1,0 +1,191 @@
+"""The whole runtime on a real checkpoint: the tokens of the reference, from threads and processes; no survivors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
+from moewe.runtime.params import SamplingParams
+from moewe.runtime.replicas import ReplicaLost, ReplicaSet
+from moewe.runtime.supervision import process_state
+
+from tests.support.fixtures import checkpoint, random_prompt, reference_greedy
+
+ROOT = Path(__file__).parents[2]
+FIXTURE = "T-QW3"
+READY_S = 120
+
+
+def config(path, topology, ranks="processes", **schedule):
+    return EngineConfig(
+        model=ModelOptions(model=FIXTURE, path=str(path), skip_tokenizer_init=True, max_model_len=512),
+        parallel=ParallelOptions(topology=topology, ranks=ranks, threads=1),
+        cache=CacheOptions(num_blocks=64),
+        schedule=ScheduleOptions(max_num_seqs=8, max_num_batched_tokens=32, **schedule),
+    )
+
+
+def start(topology, ranks="processes", **schedule):
+    replicas = ReplicaSet.start(config(checkpoint(FIXTURE), topology, ranks, **schedule))
+    try:
+        replicas.wait_ready(READY_S)
+    except BaseException:
+        replicas.close()
+        raise
+    return replicas
+
+
+def finish(replicas, count, seconds=60):
+    told, ended = {}, {}
+    deadline = time.monotonic() + seconds
+    while len(ended) < count:
+        assert time.monotonic() < deadline, f"only {ended} ended"
+        for delta in replicas.poll(0.5):
+            told.setdefault(delta.request_id, []).extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                ended[delta.request_id] = delta.finish_reason
+    return told, ended
+
+
+def descendants(replicas):
+    """Return the pids of all engines and ranks that are processes."""
+    ranks = {pid for ready in replicas.ready for pid in ready.pids}
+    return sorted({*ranks, *(replica.member.pid for replica in replicas._replicas)} - {os.getpid()})
+
+
+def is_gone(pid):
+    return process_state(pid) in (None, "Z")
+
+
+def wait_gone(pids, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if all(is_gone(pid) for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("topology", "ranks"),
+    [
+        ("EP1DP1", "threads"),
+        ("EP2DP1", "threads"),
+        pytest.param("EP1DP1", "processes", marks=pytest.mark.spawn),
+        pytest.param("EP2DP1", "processes", marks=pytest.mark.spawn),
+        pytest.param("EP2DP2", "processes", marks=pytest.mark.spawn),
+    ],
+)
+def test_tokens_are_those_of_the_reference(topology, ranks):
+    before = len(os.listdir("/proc/self/fd"))
+    replicas = start(topology, ranks)
+    pids = descendants(replicas)
+    prompts = {f"r{i}": random_prompt(3 + 11 * i, seed=i) for i in range(7)}
+    for name, prompt in prompts.items():
+        replicas.submit(name, prompt, SamplingParams(max_tokens=16, temperature=0, ignore_eos=True))
+    told, ended = finish(replicas, len(prompts))
+    assert set(ended.values()) == {"length"}
+    for name, prompt in prompts.items():
+        assert told[name] == reference_greedy(checkpoint(FIXTURE), prompt, 16), name
+    deadline = time.monotonic() + 5
+    while not all(stats.num_steps for stats in replicas.stats()) and time.monotonic() < deadline:
+        replicas.poll(0.1)
+    for stats in replicas.stats():
+        assert stats.num_running == stats.num_waiting == 0
+        assert [rank.used_blocks for rank in stats.ranks] == [0] * len(stats.ranks)
+        assert len({bytes(rank.steps) for rank in stats.ranks}) == 1, "ranks did not keep step"
+    replicas.close()
+    assert all(process_state(pid) is None for pid in pids)
+    assert ranks == "threads" or len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize(("number", "busy"), [(signal.SIGKILL, True), (signal.SIGKILL, False), (signal.SIGSTOP, True)])
+def test_lost_rank_ends_everything_within_ten_seconds(number, busy):
+    replicas = start("EP2DP1", stall_timeout_s=3.0)
+    pids = descendants(replicas)
+    if busy:
+        replicas.submit("a", random_prompt(20), SamplingParams(max_tokens=480, temperature=0, ignore_eos=True))
+        while not replicas.poll(0.5):
+            continue
+    began = time.monotonic()
+    os.kill(replicas.ready[0].pids[1], number)
+    ended = finish(replicas, 1)[1] if busy else {}
+    while replicas.failure is None:
+        assert time.monotonic() - began < 10
+        replicas.poll(0.2)
+    assert time.monotonic() - began < 10
+    assert ended == ({"a": "error"} if busy else {})
+    assert replicas.failure.rank == 1
+    assert ("SIGKILL" if number == signal.SIGKILL else "stopped by a signal") in replicas.failure.reason
+    assert wait_gone(pids, 10 - (time.monotonic() - began))
+    with pytest.raises(ReplicaLost):
+        replicas.submit("b", [1], SamplingParams())
+    replicas.close()
+    assert replicas._replicas[0].member.exit_code == 3
+
+
+@pytest.mark.spawn
+def test_killed_engine_takes_its_ranks_along_and_the_other_replica_goes_on():
+    replicas = start("EP2DP2")
+    lost, other = replicas.ready
+    os.kill(replicas._replicas[0].member.pid, signal.SIGKILL)
+    while replicas.failure is None:
+        replicas.poll(0.2)
+    assert replicas.failure.reason.startswith("replica 0: the engine is lost: process ")
+    assert wait_gone(lost.pids)
+    prompt = random_prompt(9)
+    replicas.submit("a", prompt, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
+    assert finish(replicas, 1)[0]["a"] == reference_greedy(checkpoint(FIXTURE), prompt, 8)
+    replicas.close()
+    assert all(is_gone(pid) for pid in other.pids)
+
+
+PARENT = """
+import sys, time
+sys.path.insert(0, {root!r})
+from moewe.runtime.replicas import ReplicaSet
+from tests.runtime.test_generation import config, descendants
+replicas = ReplicaSet.start(config({path!r}, "EP2DP1"))
+replicas.wait_ready(120)
+print(*descendants(replicas), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("stop_a_rank", [False, True])
+def test_nothing_outlives_a_killed_parent(stop_a_rank):
+    program = PARENT.format(root=str(ROOT), path=str(checkpoint(FIXTURE)))
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 3
+    if stop_a_rank:
+        for pid in pids[-2:]:
+            os.kill(pid, signal.SIGSTOP)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert wait_gone(pids)
+
+
+@pytest.mark.spawn
+def test_mistake_in_the_checkpoint_is_the_users_and_leaves_nothing(tmp_path):
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    for file in checkpoint(FIXTURE).iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    before = len(os.listdir("/proc/self/fd"))
+    replicas = ReplicaSet.start(config(folder, "EP2DP1"))
+    with pytest.raises(ValueError, match="safetensors") as error:
+        replicas.wait_ready(READY_S)
+    assert "\n" not in str(error.value)
+    replicas.close()
+    assert len(os.listdir("/proc/self/fd")) == before
