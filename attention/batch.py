@@ -19,8 +19,8 @@ class PrefillSegment:
         row_start, num_rows: rows [row_start, row_start + num_rows) of the step.
         num_computed_tokens: tokens of the sequence that were in KV before this step.
         block_table: [n] i64, blocks that hold tokens [0, num_computed_tokens + num_rows).
-        mask: [num_rows, num_computed_tokens + num_rows] bool, row i sees tokens up to its own; None where plain
-            causality (nothing computed before) or no mask at all (one row) says the same.
+        mask: [num_rows, num_computed_tokens + num_rows] (see `AttentionBatch`), row i sees tokens up to its own; None
+            where plain causality (nothing computed before) or no mask at all (one row) says the same.
     """
 
     row_start: int
@@ -38,18 +38,23 @@ class DecodeBucket:
         rows: [B] i64 row numbers in the step.
         block_table: [B, n] i64, padded with block 0.
         lengths: [B] i64, tokens to attend to, this row's own included.
-        mask: [B, 1, 1, n * block_size] bool, true for the tokens to attend to.
+        num_keys: the largest of `lengths`.
+        mask: [B, 1, 1, num_keys] (see `AttentionBatch`); None when all rows attend to `num_keys` tokens.
     """
 
     rows: torch.Tensor
     block_table: torch.Tensor
     lengths: torch.Tensor
-    mask: torch.Tensor
+    num_keys: int
+    mask: torch.Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBatch:
     """All rows of one rank in one step, for one cache group.
+
+    Masks are what the device's attention takes without converting them in every layer: on a CPU f32 to add (0 or -inf),
+    elsewhere bool (true attends).
 
     Attributes:
         slot_mapping: [T] i64, block_id * block_size + offset where the row's K and V are written.

@@ -15,6 +15,8 @@ import torch
 
 from .batch import AttentionBatch, DecodeBucket, PrefillSegment
 
+SMALLEST_BUCKET_BLOCKS = 8  # reading a little padding costs less than one more call a layer
+
 
 class SegmentRows(Protocol):
     """What is read of a run of rows of one sequence (runtime/worker_batch.py has it in numpy)."""
@@ -62,8 +64,8 @@ def build_attention_batch(
         device: where the tensors of the batch go.
 
     Example:
-        Lengths 5, 9, 40 with blocks of 16 make two buckets: {5, 9} with 1 block and {40} with 3 (a power of two, 4,
-        cut to what the longest needs).
+        Lengths 5, 40, 200, 300 with blocks of 16 make three buckets: {5, 40} up to 8 blocks, {200} up to 16, {300} up
+        to 32, each cut to the blocks that its longest row needs: 3, 13 and 19.
     """
 
     def move(array: np.ndarray) -> torch.Tensor:
@@ -73,18 +75,21 @@ def build_attention_batch(
     decodes = []
     if len(decode_rows):
         num_blocks = -(-decode_lengths // block_size)
-        bucket_of = np.ceil(np.log2(num_blocks)).astype(np.int64)
+        bucket_of = np.ceil(np.log2(np.maximum(num_blocks, SMALLEST_BUCKET_BLOCKS))).astype(np.int64)
         for bucket in np.unique(bucket_of).tolist():
             members = np.flatnonzero(bucket_of == bucket)
-            most = int(num_blocks[members].max())
-            lengths = move(decode_lengths[members])
-            places = torch.arange(most * block_size, device=device)
+            lengths = decode_lengths[members]
+            most, num_keys = int(num_blocks[members].max()), int(lengths.max())
+            mask = None
+            if num_keys != lengths.min():
+                mask = _mask(move(np.arange(num_keys)) < move(lengths)[:, None])[:, None, None]
             decodes.append(
                 DecodeBucket(
                     rows=move(decode_rows[members]),
                     block_table=move(decode_tables[members, :most]),
-                    lengths=lengths,
-                    mask=(places < lengths[:, None])[:, None, None],
+                    lengths=move(lengths),
+                    num_keys=num_keys,
+                    mask=mask,
                 )
             )
     read = int(decode_lengths.sum()) + sum(s.num_computed_tokens + s.num_rows for s in segments)
@@ -93,12 +98,19 @@ def build_attention_batch(
     )
 
 
+def _mask(visible: torch.Tensor) -> torch.Tensor:
+    """Return the mask that attends where `visible`, in the form that the device's attention takes as it is."""
+    if visible.device.type != "cpu":
+        return visible
+    return torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+
+
 def _segment(rows: SegmentRows, block_table: torch.Tensor) -> PrefillSegment:
     mask = None
     if rows.num_computed_tokens and rows.num_rows > 1:
         length = rows.num_computed_tokens + rows.num_rows
-        mask = torch.ones(rows.num_rows, length, dtype=torch.bool, device=block_table.device)
-        mask = mask.tril_(rows.num_computed_tokens)
+        visible = torch.ones(rows.num_rows, length, dtype=torch.bool, device=block_table.device)
+        mask = _mask(visible.tril_(rows.num_computed_tokens))
     return PrefillSegment(
         row_start=rows.row_start,
         num_rows=rows.num_rows,

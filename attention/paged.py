@@ -34,11 +34,19 @@ def paged_attention(
         return _decode(q, k, v, batch.decodes[0], scale)  # rows of the only bucket are all rows, in order
     out = torch.empty_like(q)
     for bucket in batch.decodes:
-        out[bucket.rows] = _decode(q[bucket.rows], k, v, bucket, scale)
+        out.index_copy_(0, bucket.rows, _decode(q.index_select(0, bucket.rows), k, v, bucket, scale))
     for segment in batch.prefills:
         rows = slice(segment.row_start, segment.row_start + segment.num_rows)
         out[rows] = _prefill(q[rows], k, v, segment, scale)
     return out
+
+
+def _gather(cache: torch.Tensor, block_table: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """Copy the blocks of each sequence side by side: [num_blocks, block_size, Hkv, Dh] -> [B, Hkv, num_keys, Dh]."""
+    num_rows, num_blocks = block_table.shape
+    blocks = cache.index_select(0, block_table.view(-1))
+    tokens = blocks.view(num_rows, num_blocks * cache.shape[1], cache.shape[2], cache.shape[3])
+    return tokens[:, :num_keys].transpose(1, 2)
 
 
 def _decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bucket: DecodeBucket, scale: float) -> torch.Tensor:
@@ -46,8 +54,8 @@ def _decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bucket: DecodeBuc
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[2]
     grouped = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)  # [B, Hkv, G, Dh]
-    keys = k[bucket.block_table].flatten(1, 2).transpose(1, 2)  # [B, Hkv, S, Dh]
-    values = v[bucket.block_table].flatten(1, 2).transpose(1, 2)
+    keys = _gather(k, bucket.block_table, bucket.num_keys)
+    values = _gather(v, bucket.block_table, bucket.num_keys)
     out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bucket.mask, scale=scale)
     return out.reshape(num_rows, num_heads, head_dim)
 
@@ -55,8 +63,8 @@ def _decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bucket: DecodeBuc
 def _prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segment: PrefillSegment, scale: float) -> torch.Tensor:
     """[R, H, Dh] over the blocks of one sequence, causal with an offset."""
     length = segment.num_computed_tokens + segment.num_rows
-    keys = k[segment.block_table].flatten(0, 1)[:length].transpose(0, 1)[None]  # [1, Hkv, length, Dh]
-    values = v[segment.block_table].flatten(0, 1)[:length].transpose(0, 1)[None]
+    keys = _gather(k, segment.block_table[None], length)  # [1, Hkv, length, Dh]
+    values = _gather(v, segment.block_table[None], length)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         keys,

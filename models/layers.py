@@ -83,14 +83,17 @@ class AttentionBlock:
         """Return what attention adds to the residual: [T, D] -> [T, D], T > 0. Writes K and V of all rows first."""
         w, num_heads, num_kv_heads = self._weights, self._num_heads, self._num_kv_heads
         qkv = F.linear(x, w.qkv, w.qkv_bias)
-        q, k, v = qkv.split_with_sizes([size * self._head_dim for size in (num_heads, num_kv_heads, num_kv_heads)], dim=-1)
+        q, k, v = qkv.split_with_sizes(
+            [size * self._head_dim for size in (num_heads, num_kv_heads, num_kv_heads)], dim=-1
+        )
         if self._qk_norm == "full":
             q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
-        q, k = q.unflatten(-1, (num_heads, -1)), k.unflatten(-1, (num_kv_heads, -1))
+        q = q.view(-1, num_heads, self._head_dim)
+        k = k.view(-1, num_kv_heads, self._head_dim)
         if self._qk_norm == "head":
             q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
         q, k = self._rotary.rotate(q, angles), self._rotary.rotate(k, angles)
-        storage.write(self._layer, k, v.unflatten(-1, (num_kv_heads, -1)), batch.slot_mapping)
+        storage.write(self._layer, k, v.view(-1, num_kv_heads, self._head_dim), batch.slot_mapping)
         out = paged_attention(q, storage, self._layer, batch, self._scale)  # [T, H, Dh]
         return F.linear(out.flatten(1), w.o, w.o_bias)
 
