@@ -8,6 +8,7 @@ Units: seconds of the monotonic clock, tokens, bytes.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ class Histogram:
     def observe(self, value: float, count: int = 1) -> None:
         """Count `value`, `count` times."""
         value = max(0.0, value)
-        self.counts[next((i for i, bound in enumerate(self.bounds) if value <= bound), len(self.bounds))] += count
+        self.counts[bisect_left(self.bounds, value)] += count
         self.total += value * count
 
     def cumulative(self) -> list[tuple[str, float]]:

@@ -31,7 +31,7 @@ _GONE = 499  # nobody reads it
 
 def build_app(state: ServerState) -> FastAPI:
     """Return the application over `state`; it serves /health from the first moment."""
-    app = FastAPI(title="moewe", version=__version__, redirect_slashes=False)
+    app = FastAPI(title="moewe", version=__version__, redirect_slashes=False, openapi_url=None)
     app.state.moewe = state
     app.add_middleware(Guard, state=state)
     _add_error_handlers(app)

@@ -15,6 +15,7 @@ from typing import Protocol
 from ..runtime.messages import Delta, Failed
 from ..runtime.metrics import Metrics, RequestTimes
 from ..runtime.params import SamplingParams
+from ..runtime.replicas import ReplicaLost
 from .errors import unavailable
 
 
@@ -124,8 +125,10 @@ class Hub:
             for index, prompt in enumerate(prompts):
                 self._live[call.request_id(index)] = (call, index)
                 self.replicas.submit(call.request_id(index), prompt, params, priority)
-        except BaseException:
+        except BaseException as error:
             call.close()
+            if isinstance(error, ReplicaLost):
+                raise unavailable(str(error), "engine_lost") from None
             raise
         return call
 

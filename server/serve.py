@@ -42,6 +42,7 @@ TICK_S = 0.5
 CLOSE_TIMEOUT_S = 3.0
 KEEP_ALIVE_S = 60
 MOST_HEADER_BYTES = 64 * 1024
+MOST_CONNECTIONS = 16384
 _TERM, _INTERRUPT, _LOST, _HTTP_ENDED = "term", "interrupt", "lost", "http ended"
 
 
@@ -117,6 +118,7 @@ class Server:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
+                limit_concurrency=MOST_CONNECTIONS,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(CLOSE_TIMEOUT_S),
                 h11_max_incomplete_event_size=MOST_HEADER_BYTES,

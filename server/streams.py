@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from .answers import Answer
-from .errors import ApiError, server_error
+from .errors import ApiError, server_error, unavailable
 
 _Result = TypeVar("_Result")
 _ENCODER = msgspec.json.Encoder()
@@ -62,6 +62,8 @@ async def collect(answer: Answer) -> dict[str, Any]:
 
 def failed(finish_reason: str | None, error: str | None) -> ApiError | None:
     """Return the error that ends an answer, if this is one."""
+    if finish_reason == "error" and error is not None and "max_queued_requests" in error:
+        return unavailable(error, "queue_full")  # an engine's own queue, seldom reached before the server's limit
     if finish_reason == "error":
         return server_error(error or "the engine failed", "engine_error")
     if finish_reason == "abort":
