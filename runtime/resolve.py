@@ -24,6 +24,10 @@ from .scheduler_config import SchedulerConfig
 
 log = logging.getLogger(__name__)
 
+# On CPU, KV whose size nobody asked for takes at most this part of the host's memory (1/8): it is zeroed at start, and
+# the host has other things to do. Ask for more with --kv-cache-memory-bytes.
+CPU_KV_DIVISOR = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
@@ -134,11 +138,13 @@ def _fit_host(
 
     budget = budget_at(length, 0)
     block_bytes = budget.block_bytes
+    one_sequence = -(-length // cache.block_size)
+    modest = max(host_memory_bytes() // CPU_KV_DIVISOR // topology.num_ranks // block_bytes, one_sequence)
     num_blocks = kv_blocks(
         cache,
         block_bytes=block_bytes,
         free_bytes=memory - budget.fixed_bytes,
-        useful_blocks=schedule.max_num_seqs * -(-length // cache.block_size),
+        useful_blocks=min(schedule.max_num_seqs * one_sequence, modest),
     )
     tokens = num_blocks * cache.block_size
     if 0 < tokens < length and not fixed:

@@ -85,7 +85,7 @@ ENGINE_FLAGS = (
             "Share of the device's memory (CPU: the host's) for weights, KV and buffers.",
             aliases=("--mem-fraction-static",), default="0.9"),
     _engine("kv-cache-memory-bytes", "bytes", MEMORY, "KV of a rank, e.g. 512MiB; overrides the share.",
-            default="what is left"),
+            default="what is left; CPU: up to 1/8 of the host's memory"),
     _engine("block-size", "int", MEMORY, "Tokens of a KV block.", aliases=("--page-size",), default="16"),
     _engine("max-num-seqs", "int", SCHEDULE, "Sequences that a rank runs at once.",
             aliases=("--max-running-requests", "--max-batch-size"), default="64"),

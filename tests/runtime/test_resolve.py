@@ -69,6 +69,14 @@ def test_little_memory_lowers_the_length(host):
         resolve(config())
 
 
+def test_kv_that_nobody_sized_is_modest_but_holds_a_sequence(host):
+    block = resolve(config()).budget.block_bytes
+    many = {"max_num_seqs": 512}
+    host(256 << 20 << 3)
+    assert resolve(config(schedule=many)).config.cache.num_blocks == (256 << 20) // 2 // block
+    assert resolve(config(cache={"block_size": 256}, schedule={"max_num_seqs": 1})).config.cache.num_blocks == 16
+
+
 def test_exact_numbers_win(host):
     assert resolve(config(cache={"num_blocks": 7}, model={"max_model_len": 64})).config.cache.num_blocks == 7
     block = resolve(config()).budget.block_bytes
