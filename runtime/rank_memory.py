@@ -1,0 +1,59 @@
+"""What one rank's memory can hold and how fast it is read: the two figures that a rank reports once it has loaded.
+
+Not a budget (topologies/budget.py estimates before loading) and not an allocation (runtime/worker.py).
+Units: bytes, bytes/s, blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..models.config import ModelConfig
+from ..models.footprint import cache_groups, model_footprint
+from ..native.bandwidth import measure_read_bandwidth
+from ..quant import NumberFormat
+from ..topologies import byte_budget, parse_topology
+from .config import EngineConfig
+from .resolve import kv_blocks
+
+_GPU_BUFFER_BYTES = 1 << 30
+_GPU_PASSES = 5
+
+
+def blocks_that_fit(config: EngineConfig, model: ModelConfig, number_format: NumberFormat, device: torch.device) -> int:
+    """Return how many KV blocks this rank can hold beside the weights that it has loaded."""
+    cache, schedule = config.cache, config.schedule
+    length = config.model.max_model_len or model.max_position_embeddings
+    block_bytes = sum(group.bytes_per_block(cache.block_size) for group in cache_groups(model, dtype=number_format))
+    useful = schedule.max_num_seqs * -(-length // cache.block_size)
+    if device.type == "cpu":  # `resolve` looked at the host, which all ranks share, and wrote the number down
+        return kv_blocks(cache, block_bytes=block_bytes, free_bytes=0, useful_blocks=useful)
+    free, total = torch.cuda.mem_get_info(device)
+    buffers = byte_budget(
+        model_footprint(model, name=config.model.model, dtype=number_format),
+        parse_topology(config.parallel.topology),
+        rank_memory_bytes=total,
+        max_num_batched_tokens=schedule.max_num_batched_tokens,
+        max_model_len=length,
+        block_size=cache.block_size,
+        max_num_seqs=schedule.max_num_seqs,
+        kv_bytes=0,
+    ).of_kind("buffers")
+    left = int(total * cache.gpu_memory_utilization) - (total - free) - buffers
+    return kv_blocks(cache, block_bytes=block_bytes, free_bytes=left, useful_blocks=useful)
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Return how fast this rank reads the memory that holds its weights, in bytes/s."""
+    if device.type == "cpu":
+        return measure_read_bandwidth(torch.get_num_threads()).bytes_per_second
+    buffer = torch.ones(_GPU_BUFFER_BYTES // 4, device=device)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    best_ms = float("inf")
+    for _ in range(_GPU_PASSES):
+        start.record()
+        buffer.sum()
+        end.record()
+        end.synchronize()
+        best_ms = min(best_ms, start.elapsed_time(end))
+    return _GPU_BUFFER_BYTES / (best_ms * 1e-3)

@@ -1,0 +1,274 @@
+"""One rank at work: it holds weights, KV and the running batch, and turns each plan into tokens.
+
+Not a decision (the plan says what runs), not a transport (runtime/worker_main.py). Idle ranks run it with T = 0.
+Shapes: T rows of this rank in the step, K of them sampled, S slots; logits [K, V] f32. Units: bytes, blocks, seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..attention.build import build_attention_batch
+from ..kvcache import KVStorage
+from ..models.decoder import Decoder, ForwardBatch
+from ..models.families import load_config
+from ..models.footprint import cache_groups
+from ..models.loading import load_weights
+from ..moe.wide_ep.exchange import Exchange
+from ..moe.wide_ep.placement import ExpertPlacement
+from ..quant import parse_format
+from ..telemetry import RankCounters, RankProgress
+from .config import EngineConfig
+from .messages import Loaded
+from .plan import FINISH_ERROR, Admission, Chunk, RankPlan, RankResult, SamplingState, StepHeader, TokenLogprobs, pack
+from .rank_memory import blocks_that_fit, read_bandwidth
+from .sampler import finite_rows, sample, token_logprobs
+from .stats import encode_counters
+from .worker_batch import StepRows, WorkerBatch
+
+COUNTERS_EVERY_S = 0.25
+WARM_UP_TOKENS = 8
+
+# Sees every step: what ran, the final hidden states [T, D], and whose row each is, sequence ids [T] i64.
+Observer = Callable[[ForwardBatch, torch.Tensor, np.ndarray], None]
+
+
+class Worker:
+    """One rank of an expert-parallel group. `load`, then `allocate`, then `run` for every step.
+
+    Args:
+        config: resolved.
+        rank, num_ranks: position in the group.
+        exchange: joins the ranks.
+        placement: of experts on ranks.
+        progress: signs of life.
+        on_loading: told (bytes done, bytes in all) while weights load.
+
+    Attributes:
+        counters: everything that this rank counts.
+        observer: a test's eyes, called after every forward pass.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        rank: int,
+        num_ranks: int,
+        exchange: Exchange,
+        placement: ExpertPlacement,
+        progress: RankProgress,
+        on_loading: Callable[[int, int], None],
+    ) -> None:
+        self.config, self.rank, self.num_ranks = config, rank, num_ranks
+        self.model_config = load_config(Path(config.model.path))
+        self.number_format = parse_format(
+            self.model_config.dtype if config.model.dtype == "auto" else config.model.dtype
+        )
+        self.device = torch.device(config.parallel.device)
+        self.counters = RankCounters(len(self.model_config.moe_layers), placement.num_local_slots(rank))
+        self.observer: Observer | None = None
+        self._exchange, self._placement = exchange, placement
+        self._progress, self._on_loading = progress, on_loading
+        self._decoder: Decoder | None = None
+        self._storage: KVStorage | None = None
+        self._batch: WorkerBatch | None = None
+        self._counters_sent = 0.0
+
+    @property
+    def decoder(self) -> Decoder:
+        """The loaded model."""
+        assert self._decoder is not None, "load first"
+        return self._decoder
+
+    @property
+    def storage(self) -> KVStorage:
+        """The KV of this rank."""
+        assert self._storage is not None, "allocate first"
+        return self._storage
+
+    @property
+    def batch(self) -> WorkerBatch:
+        """The running batch."""
+        assert self._batch is not None, "allocate first"
+        return self._batch
+
+    def load(self) -> Loaded:
+        """Read this rank's weights, measure memory, and say how many KV blocks fit beside them."""
+        options = self.config.model
+        report = load_weights(
+            Path(options.path),
+            self.model_config,
+            placement=self._placement,
+            rank=self.rank,
+            dtype=self.number_format.torch_dtype,
+            device=self.device,
+            load_format=options.load_format,
+            seed=options.seed,
+            num_threads=torch.get_num_threads(),
+            on_progress=self._on_loading,
+        )
+        self._decoder = Decoder(
+            self.model_config,
+            report.weights,
+            placement=self._placement,
+            rank=self.rank,
+            exchange=self._exchange,
+            counters=self.counters,
+            progress=self._progress,
+        )
+        return Loaded(
+            rank=self.rank,
+            num_blocks=blocks_that_fit(self.config, self.model_config, self.number_format, self.device),
+            weight_bytes=report.bytes_held,
+            weight_bytes_read=report.bytes_read,
+            memory_bandwidth=read_bandwidth(self.device),
+            pid=os.getpid(),
+        )
+
+    def allocate(self, num_blocks: int) -> None:
+        """Hold `num_blocks` KV blocks and run two steps on a made-up sequence. A collective: all ranks do it."""
+        config, model = self.config, self.model_config
+        self._storage = KVStorage(
+            cache_groups(model, dtype=self.number_format),
+            num_blocks=num_blocks,
+            block_size=config.cache.block_size,
+            device=self.device,
+        )
+        max_model_len = min(
+            config.model.max_model_len or model.max_position_embeddings, num_blocks * config.cache.block_size + 1
+        )
+        self._batch = WorkerBatch(
+            num_slots=config.schedule.max_num_seqs, max_model_len=max_model_len, block_size=config.cache.block_size
+        )
+        self._warm_up()
+
+    @torch.inference_mode()
+    def run(self, header: StepHeader, plan: RankPlan) -> RankResult:
+        """Run one step. A collective: every rank calls it for every step, with or without rows of its own."""
+        started = time.perf_counter()
+        self.batch.apply(plan, snapshot=header.snapshot)
+        rows = self.batch.rows(plan.chunks)
+        self.counters.begin_step(header.kind, rows.num_rows)
+        forward = self._to_device(rows)
+        hidden = self.decoder.forward(forward, self.storage)
+        row_slots = rows.row_slots()
+        if self.observer is not None:
+            self.observer(forward, hidden, self.batch.sequence_ids[row_slots])
+        logits = self.decoder.logits(hidden[forward.sample_rows])
+        tokens = sample(logits, self.batch.sampling(rows.sample_slots))
+        healthy = self._judge(rows, row_slots, hidden, logits)
+        chosen = tokens.cpu().numpy()
+        logprobs = self._logprobs(rows, logits, tokens, healthy)
+        flags = self.batch.commit(rows, chosen, healthy)
+        slots, chosen, flags = self._end_unhealthy(rows, chosen, flags, healthy)
+        busy = time.perf_counter() - started
+        self.counters.end_step(busy)
+        return RankResult(
+            step=header.step,
+            slots=pack(slots),
+            sequence_ids=pack(self.batch.sequence_ids[slots], "<i8"),
+            tokens=pack(chosen),
+            flags=pack(flags, "u1"),
+            logprobs=logprobs,
+            num_rows=rows.num_rows,
+            busy_seconds=busy,
+            counters=self._due_counters(),
+        )
+
+    def _to_device(self, rows: StepRows) -> ForwardBatch:
+        def move(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+        return ForwardBatch(
+            input_ids=move(rows.input_ids),
+            positions=move(rows.positions),
+            attention=build_attention_batch(
+                slot_mapping=rows.slot_mapping,
+                segments=rows.segments,
+                decode_rows=np.arange(rows.decode_slots.size),
+                decode_lengths=rows.decode_lengths,
+                decode_tables=rows.decode_tables,
+                block_size=self.batch.block_size,
+                device=self.device,
+            ),
+            sample_rows=move(rows.sample_rows),
+        )
+
+    def _judge(self, rows: StepRows, row_slots: np.ndarray, hidden: torch.Tensor, logits: torch.Tensor) -> np.ndarray:
+        """Return which slots saw only finite numbers, [S] bool."""
+        healthy = np.ones(self.batch.num_slots, np.bool_)
+        healthy[row_slots[~finite_rows(hidden).cpu().numpy()]] = False
+        healthy[rows.sample_slots[~finite_rows(logits).cpu().numpy()]] = False
+        return healthy
+
+    def _end_unhealthy(
+        self, rows: StepRows, tokens: np.ndarray, flags: np.ndarray, healthy: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Zero the KV of unhealthy sequences; return slots, tokens and flags, with those that were not sampled."""
+        if healthy.all():
+            return rows.sample_slots, tokens, flags
+        ill = np.flatnonzero(~healthy)
+        # Masked positions are multiplied by zero, and zero times NaN is NaN: the next owner would suffer.
+        for slot in ill.tolist():
+            self.storage.zero_blocks(torch.from_numpy(self.batch.blocks_of(slot)))
+        silent = np.setdiff1d(ill, rows.sample_slots)  # within their prompt
+        return (
+            np.concatenate([rows.sample_slots, silent]),
+            np.concatenate([tokens, np.zeros_like(silent)]),
+            np.concatenate([flags, np.full(silent.size, FINISH_ERROR, np.uint8)]),
+        )
+
+    def _logprobs(
+        self, rows: StepRows, logits: torch.Tensor, tokens: torch.Tensor, healthy: np.ndarray
+    ) -> tuple[TokenLogprobs, ...]:
+        wanted = self.batch.num_logprobs[rows.sample_slots]
+        at = np.flatnonzero((wanted >= 0) & healthy[rows.sample_slots])
+        if not at.size:
+            return ()
+        index = torch.from_numpy(at).to(logits.device)
+        found = token_logprobs(logits[index], tokens[index], int(wanted[at].max()))
+        sequence_ids = self.batch.sequence_ids[rows.sample_slots[at]].tolist()
+        chosen = tokens[index].tolist()
+        return tuple(
+            TokenLogprobs(
+                sequence_id=sequence_ids[i],
+                token_ids=(chosen[i], *found.top_ids[i, :num].tolist()),
+                logprobs=(float(found.chosen[i]), *found.top[i, :num].tolist()),
+                rank=int(found.rank[i]),
+            )
+            for i, num in enumerate(wanted[at].tolist())
+        )
+
+    def _due_counters(self) -> bytes:
+        """Return the counters every quarter second, and when nothing runs any more."""
+        now = time.monotonic()
+        if now - self._counters_sent < COUNTERS_EVERY_S and self.batch.num_running:
+            return b""
+        self._counters_sent = now
+        return encode_counters(self.counters)
+
+    def _warm_up(self) -> None:
+        num_tokens = max(1, min(WARM_UP_TOKENS, self.config.cache.block_size - 1))
+        sampling = SamplingState(temperature=1.0, top_p=0.9, top_k=0, seed=0, num_logprobs=-1, eos_token_ids=())
+        prompt = Admission(
+            slot=0, sequence_id=0, tokens=pack(np.zeros(num_tokens)), max_length=num_tokens + 2, sampling=sampling
+        )
+        chunk = Chunk(slot=0, start=0, num_tokens=num_tokens, samples=True)
+        num_blocks = min(self.storage.num_blocks, -(-(num_tokens + 1) // self.config.cache.block_size))
+        table = np.array([(0, 0, i, i) for i in range(num_blocks)])
+        header = StepHeader(step=-1, epoch=0, kind="prefill", bucket=num_tokens, exchange=self._exchange.name)
+        self.run(header, RankPlan(admitted=(prompt,), grants=pack(table), chunks=(chunk,)))
+        self.run(header, RankPlan(num_decodes=1))
+        self.batch.apply(RankPlan(), snapshot=True)
+        self.storage.zero_blocks(range(num_blocks))
+        for values in (self.counters.bytes_moved, self.counters.busy_seconds, self.counters.steps):
+            values[...] = 0
+        self.counters.tokens[...] = 0
+        self.counters.expert_tokens[...] = 0

@@ -1,0 +1,129 @@
+"""What expert parallelism must keep: idle ranks in step, unequal ranks, the same answers, empty and crowded experts."""
+
+import pytest
+import torch
+
+from tests.support.comparison import compare_runs, compare_with_reference
+from tests.support.fixtures import (
+    MOE_FIXTURES,
+    checkpoint,
+    copy_checkpoint,
+    random_prompt,
+    rewrite_tensors,
+)
+from tests.support.harness import Group, generate, greedy
+from tests.support.setups import Setup
+
+ONE_RANK = Setup()
+
+
+def steered(*experts, **config):
+    """A glm4_moe checkpoint whose selection bias puts `experts` into every token's choice."""
+
+    def change(tensors):
+        for name, tensor in tensors.items():
+            if name.endswith("e_score_correction_bias"):
+                tensor.zero_()
+                tensor[list(experts)] = 100.0
+        return tensors
+
+    folder = checkpoint("T-GLM-demo", n_routed_experts=8, routed_scaling_factor=1.0, **config)
+    return rewrite_tensors(copy_checkpoint(folder), change)
+
+
+def poison_allocator():
+    """Leave NaN in memory that the allocator will hand out again."""
+    blocks = [torch.full((size,), float("nan")) for size in (64, 256, 1024, 4096, 16384, 65536) for _ in range(20)]
+    del blocks
+
+
+# --- P-EP-01 ----------------------------------------------------------------------------------------------------------
+def test_idle_ranks_keep_step():
+    path = checkpoint("T-QW3")
+    with Group(path, Setup(topology="EP4DP1")) as group:
+        group.submit("alone", random_prompt(12), greedy(64))
+        group.run()
+        assert {sum(row > 0 for row in step.rows) for step in group.steps} == {1}
+        for length in (1, 17, 200):
+            group.submit(f"of-{length}", random_prompt(length, seed=length), greedy(16))
+        group.run()
+        group.submit("again", random_prompt(12), greedy(64))
+        outcomes = group.run()
+        steps = [worker.counters.steps.sum() for worker in group.workers]
+        assert steps == [len(group.steps)] * 4
+        assert outcomes["again"].tokens == outcomes["alone"].tokens
+    alone = generate(path, [random_prompt(length, seed=length) for length in (1, 17, 200)], setup=ONE_RANK)
+    compare_runs([outcomes[f"of-{length}"] for length in (1, 17, 200)], alone.outcomes)
+
+
+# --- P-EP-02 ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("short", "long"), [(1, 509), (7, None), (3, 4096)], ids=["509-vs-1", "0-vs-7", "3-vs-4096"])
+def test_ranks_with_unequal_rows(short, long):
+    path = checkpoint("T-QW3", max_position_embeddings=8192)
+    prompts = [random_prompt(short), *([random_prompt(long, seed=1)] if long else [])]
+    with Group(path, Setup(topology="EP2DP1", num_blocks=300)) as group:
+        group.submit("0", prompts[0], greedy(24))
+        group.step()  # it decodes on rank 0 while the long prompt fills rank 1
+        if long:
+            group.submit("1", prompts[1], greedy(4))
+        outcomes = list(group.run().values())
+        rows = {step.rows for step in group.steps}
+    if long:
+        assert any(row[0] <= 3 and row[1] >= 500 for row in rows), rows
+    else:
+        assert all(row[1] == 0 for row in rows), rows
+    alone = generate(path, prompts, setup=Setup(num_blocks=600), params=[greedy(24), greedy(4)][: len(prompts)])
+    compare_runs(outcomes, alone.outcomes)
+
+
+# --- P-EP-03 ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", MOE_FIXTURES)
+@pytest.mark.parametrize("topology", ["EP2DP1", "EP4DP1", "EP2DP2", "EP4DP2"])
+def test_every_topology_answers_as_one_rank_does(name, topology):
+    path = checkpoint(name)
+    prompts = [random_prompt(length, seed=length) for length in (33, 1, 17, 50, 5, 34, 2, 9)]
+    alone = generate(path, prompts, setup=ONE_RANK, params=greedy(6))
+    spread = generate(path, prompts, setup=Setup(topology=topology), params=greedy(6))
+    compare_runs(spread.outcomes, alone.outcomes)
+    for group in spread.groups:  # the harness checks every step: sum over experts = rows * top_k
+        assert all(worker.counters.unowned_ids == 0 for worker in group.workers)
+        assert sum(step.expert_rows.sum() for step in group.steps) > 0
+
+
+# --- P-EP-04 ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("topology", ["EP1DP1", "EP2DP1", "EP4DP1"])
+def test_experts_and_ranks_without_tokens(topology):
+    path = steered(0, 1, num_experts_per_tok=2)
+    prompts = [random_prompt(length, seed=length) for length in (33, 8, 1)]
+    with Group(path, Setup(topology=topology)) as group:
+        group.submit("warm", random_prompt(400, seed=9), greedy(2))
+        group.run()
+        poison_allocator()
+        for i, prompt in enumerate(prompts):
+            group.submit(str(i), prompt, greedy(16))
+        outcomes = group.run()
+        per_expert = torch.from_numpy(sum_per_expert(group))
+    for i in range(len(prompts)):
+        compare_with_reference(path, outcomes[str(i)])
+    assert (per_expert[:, 2:] == 0).all()
+    assert (per_expert[:, :2] > 0).all()
+
+
+# --- P-EP-05 ----------------------------------------------------------------------------------------------------------
+def test_one_expert_receives_everything():
+    path = steered(7, num_experts_per_tok=2, max_position_embeddings=8192)
+    prompt = random_prompt(4096)
+    setup = Setup(topology="EP4DP1", num_blocks=300, max_num_batched_tokens=4096)
+    with Group(path, setup) as group:
+        outcome = group.submit("long", prompt, greedy(4))
+        group.run()
+        per_expert = sum_per_expert(group)
+        num_rows = sum(sum(step.rows) for step in group.steps)
+    compare_with_reference(path, outcome)
+    assert (per_expert[:, 7] == num_rows).all(), "a row missed expert 7"
+    assert (per_expert.sum(1) == 2 * num_rows).all(), "rows were dropped"
+
+
+def sum_per_expert(group):
+    """Rows that reached each expert in each MoE layer, [L_moe, E]; linear placement: ranks side by side."""
+    return torch.cat([torch.from_numpy(worker.counters.expert_tokens) for worker in group.workers], dim=1).numpy()

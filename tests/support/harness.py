@@ -1,0 +1,280 @@
+"""The invariance harness: real scheduler and real workers (ranks as threads) in this process, watched at every step.
+
+Not a server and not an engine: it drives schedule / run / apply itself, at depth two, so that tests see every row.
+Shapes: logits are [V] f32 a position; position p is the row that reads token p and predicts token p + 1.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from moewe.models.families import load_config
+from moewe.moe.wide_ep.exchange_local import LocalExchange
+from moewe.moe.wide_ep.exchange_threads import ThreadHub
+from moewe.moe.wide_ep.placement import linear_placement
+from moewe.runtime.params import SamplingParams
+from moewe.runtime.plan import StepPlan, StepResult, TokenLogprobs
+from moewe.runtime.scheduler import Request, Scheduler, SequenceUpdate
+from moewe.runtime.worker import Worker
+from moewe.telemetry import ProgressBoard
+from moewe.topologies import parse_topology
+
+from tests.support.rank_threads import RankThread, results_of
+from tests.support.setups import Setup
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What became of one request.
+
+    Attributes:
+        logits: by position; a position that ran twice (after preemption) keeps the last.
+        drift: largest difference between two runs of one position.
+    """
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    num_preemptions: int = 0
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    drift: float = 0.0
+
+    def logits_of_all(self) -> torch.Tensor:
+        """Return the logits of every position that ran, [len(prompt) + len(tokens) - 1, V]."""
+        return torch.stack([self.logits[i] for i in range(len(self.prompt) + len(self.tokens) - 1)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One step of one group, an entry a rank: rows run, and rows that reached its experts in each MoE layer."""
+
+    kind: str
+    rows: tuple[int, ...]
+    expert_rows: np.ndarray  # [W, L_moe]
+
+
+class Group:
+    """One expert-parallel group: a scheduler and its workers. Use as a context manager.
+
+    Attributes:
+        outcomes: by request id.
+        steps: a record of every step.
+    """
+
+    def __init__(self, checkpoint: Path, setup: Setup) -> None:
+        self.setup = setup
+        topology = parse_topology(setup.topology)
+        self.model = load_config(checkpoint)
+        moe = self.model.moe
+        self.top_k = moe.routing.top_k if moe else 0
+        self.num_ranks = topology.ep
+        num_experts = moe.routing.num_experts if moe else 0
+        placement = linear_placement(len(self.model.moe_layers), num_experts, self.num_ranks)
+        hub = ThreadHub(placement.slot_ranges) if self.num_ranks > 1 else None
+        board = ProgressBoard(self.num_ranks)
+        config = setup.engine_config(checkpoint)
+        self.ranks = [
+            RankThread(
+                Worker(
+                    config,
+                    rank=rank,
+                    num_ranks=self.num_ranks,
+                    exchange=hub.rank(rank) if hub else LocalExchange(placement.num_slots),
+                    placement=placement,
+                    progress=board.rank(rank),
+                    on_loading=lambda done, total: None,
+                ),
+                hub,
+            )
+            for rank in range(self.num_ranks)
+        ]
+        self.workers = [rank.worker for rank in self.ranks]
+        self.loaded = self._all("load")
+        self._all("allocate", setup.num_blocks)
+        for rank, worker in enumerate(self.workers):
+            worker.observer = self._observer(rank)
+        self.scheduler = Scheduler(setup.scheduler_config(self.model, self.num_ranks))
+        self.outcomes: dict[str, Outcome] = {}
+        self.steps: list[StepRecord] = []
+        self._requests: dict[str, Request] = {}
+        self._owner: dict[int, str] = {}  # sequence id -> request id
+        self._in_flight: list[StepPlan] = []
+        self._expert_rows = np.zeros((self.num_ranks, len(self.model.moe_layers)), np.int64)
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+    def submit(self, request_id: str, prompt: Sequence[int], params: SamplingParams, *, seed: int = 0) -> Outcome:
+        """Queue a request; its outcome fills up while steps run."""
+        seed = params.seed if params.seed is not None else seed
+        request = Request(
+            request_id, np.asarray(prompt, np.int32), params, seed=seed, arrival=float(len(self.outcomes))
+        )
+        self.scheduler.add(request)
+        self._requests[request_id] = request
+        self.outcomes[request_id] = Outcome(prompt=list(prompt))
+        return self.outcomes[request_id]
+
+    def abort(self, request_id: str) -> bool:
+        """Abort a request, with whatever is in flight."""
+        if not self.scheduler.abort(request_id):
+            return False
+        self.outcomes[request_id].finish_reason = "abort"
+        return True
+
+    def step(self) -> bool:
+        """Plan a step and, when enough are in flight or nothing can be planned, apply the oldest; False when idle."""
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self._submit(plan)
+        if self._in_flight and (plan is None or len(self._in_flight) >= self.setup.depth):
+            self._collect()
+        self.scheduler.check_invariants()
+        return self.scheduler.has_work or bool(self._in_flight)
+
+    def run(self) -> dict[str, Outcome]:
+        """Step until idle, check that the books balance, and return all outcomes."""
+        while self.step():
+            pass
+        assert self.scheduler.used_blocks_per_rank == (0,) * self.num_ranks, "blocks leaked"
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        self.check_participation()
+        return self.outcomes
+
+    def snapshot(self) -> None:
+        """Apply what is in flight, then run a step whose plan rebuilds every worker's batch from nothing."""
+        while self._in_flight:
+            self._collect()
+        self._submit(self.scheduler.snapshot())
+
+    def check_participation(self) -> None:
+        """Raise AssertionError unless every rank took part in every step."""
+        counts = {tuple(worker.counters.steps.tolist()) for worker in self.workers}
+        assert len(counts) == 1, f"ranks differ in steps by phase: {counts}"
+        assert sum(counts.pop()) == len(self.steps)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Sequences that lost their slot so far."""
+        return self.scheduler.num_preemptions
+
+    def _all(self, name: str, *args: Any) -> list[Any]:
+        """Call a method of every worker at once; it may be a collective."""
+        for rank in self.ranks:
+            rank.call(name, *args)
+        return results_of(self.ranks)
+
+    def _submit(self, plan: StepPlan) -> None:
+        for request_id, request in self._requests.items():
+            if request.sequence_id >= 0:
+                self._owner[request.sequence_id] = request_id
+        for rank, rank_plan in zip(self.ranks, plan.ranks, strict=True):
+            rank.call("run", plan.header, rank_plan)
+        self._in_flight.append(plan)
+
+    def _collect(self) -> None:
+        plan = self._in_flight.pop(0)
+        outcomes = results_of(self.ranks)
+        results = tuple(result for result, _ in outcomes)
+        expert_rows = np.stack([rows for _, rows in outcomes])
+        record = StepRecord(
+            kind=plan.header.kind,
+            rows=tuple(result.num_rows for result in results),
+            expert_rows=expert_rows - self._expert_rows,
+        )
+        self._expert_rows = expert_rows
+        self.steps.append(record)
+        for result, rank_plan in zip(results, plan.ranks, strict=True):
+            assert result.num_rows <= rank_plan.num_rows <= plan.header.bucket
+        assert (record.expert_rows.sum(0) == sum(record.rows) * self.top_k).all(), f"routed rows went astray: {record}"
+        for update in self.scheduler.apply(StepResult(step=plan.header.step, ranks=results)):
+            self._book(update)
+
+    def _book(self, update: SequenceUpdate) -> None:
+        outcome = self.outcomes[update.request.request_id]
+        outcome.tokens += update.token_ids
+        outcome.logprobs += update.logprobs
+        outcome.finish_reason, outcome.error = update.finish_reason, update.error
+        outcome.num_preemptions = update.request.num_preemptions
+
+    def _observer(self, rank: int) -> Any:
+        def observe(forward: Any, hidden: torch.Tensor, sequence_ids: np.ndarray) -> None:
+            if not self.setup.keep_logits or not len(sequence_ids):
+                return
+            logits = self.workers[rank].decoder.logits(hidden).cpu()
+            with self._lock:
+                for row, (owner, position) in enumerate(zip(sequence_ids.tolist(), forward.positions.tolist())):
+                    outcome = self.outcomes[self._owner[owner]]
+                    before = outcome.logits.get(position)
+                    if before is not None:
+                        outcome.drift = max(outcome.drift, float((before - logits[row]).abs().max()))
+                    outcome.logits[position] = logits[row].clone()
+
+        return observe
+
+
+@dataclass(kw_only=True)
+class Run:
+    """All replicas of one `generate`: outcomes in the order of the prompts, and the groups' records."""
+
+    outcomes: list[Outcome]
+    groups: list[Group]
+
+    @property
+    def num_preemptions(self) -> int:
+        """Over all replicas."""
+        return sum(group.num_preemptions for group in self.groups)
+
+
+def generate(
+    checkpoint: Path,
+    prompts: Sequence[Sequence[int]],
+    *,
+    setup: Setup | None = None,
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    one_by_one: bool = False,
+) -> Run:
+    """Run prompts to their end; request i goes to replica i modulo DP.
+
+    Args:
+        checkpoint: folder.
+        prompts: token ids.
+        setup: see `Setup`.
+        params: of all requests, or one each; greedy with 16 tokens when missing.
+        one_by_one: the next prompt starts when the one before is done.
+    """
+    setup = setup or Setup()
+    default = params if isinstance(params, SamplingParams) else greedy(16)
+    wanted = list(params) if isinstance(params, Sequence) else [default] * len(prompts)
+    groups = [Group(checkpoint, setup) for _ in range(parse_topology(setup.topology).dp)]
+    outcomes = []
+    try:
+        for i, (prompt, choice) in enumerate(zip(prompts, wanted, strict=True)):
+            group = groups[i % len(groups)]
+            outcomes.append(group.submit(f"request-{i}", prompt, choice, seed=1000 + i))
+            if one_by_one:
+                group.run()
+        for group in groups:
+            group.run()
+    finally:
+        for group in groups:
+            group.__exit__()
+    return Run(outcomes=outcomes, groups=groups)
+
+
+def greedy(max_tokens: int, **changes: Any) -> SamplingParams:
+    """Return greedy sampling that runs to its length."""
+    return SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, **changes})
