@@ -20,6 +20,7 @@ from ..quant import parse_format
 from ..topologies import ByteBudget, ModelFootprint, Topology, byte_budget, check_fits, check_runnable, parse_topology
 from ..topologies.hardware import available_memory_bytes, host_cores, host_memory_bytes, numa_nodes
 from .config import LOAD_FORMATS, CacheOptions, EngineConfig
+from .gpus import gpu_memory_bytes
 from .scheduler_config import SchedulerConfig
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class Resolved:
         topology: parsed.
         model: the checkpoint's config.
         footprint: what the model weighs.
-        budget: bytes of the fullest rank; None on a GPU, whose memory the rank itself looks at.
+        budget: bytes of the fullest rank; on a GPU its KV is an estimate, the rank itself looks at what is left.
         fixed_max_model_len: the length was asked for and may not be lowered.
         cpus: per global rank, the logical CPUs to run on; empty binds nothing.
     """
@@ -47,7 +48,7 @@ class Resolved:
     topology: Topology
     model: ModelConfig
     footprint: ModelFootprint
-    budget: ByteBudget | None
+    budget: ByteBudget
     fixed_max_model_len: bool
     cpus: tuple[tuple[int, ...], ...]
 
@@ -61,7 +62,13 @@ def resolve(config: EngineConfig) -> Resolved:
     _check_words(config)
     topology = parse_topology(config.parallel.topology)
     model = load_config(Path(config.model.path))
-    check_runnable(topology, num_experts=model.moe.routing.num_experts if model.moe is not None else 0)
+    gpus = gpu_memory_bytes() if config.parallel.device == "cuda" else None
+    check_runnable(
+        topology,
+        num_experts=model.moe.routing.num_experts if model.moe is not None else 0,
+        num_ranks_available=None if gpus is None else len(gpus),
+        unit="rank" if gpus is None else "GPU",
+    )
     dtype = parse_format(model.dtype if config.model.dtype == "auto" else config.model.dtype)
     if config.model.dtype == "auto":
         log.info("dtype: %s, the checkpoint's", dtype.name)
@@ -79,9 +86,11 @@ def resolve(config: EngineConfig) -> Resolved:
         ),
         parallel=msgspec.structs.replace(config.parallel, topology=topology.long(), threads=threads),
     )
-    budget = None
-    if config.parallel.device == "cpu":
+    if gpus is None:
         config, budget = _fit_host(config, topology, footprint, fixed=asked is not None)
+    else:
+        smallest = min(gpus[: topology.num_ranks])
+        budget = _gpu_budget(config, topology, footprint, smallest, fixed=asked is not None)
     _check_schedule(config, topology)
     return Resolved(
         config=config,
@@ -157,6 +166,35 @@ def _fit_host(
     model = msgspec.structs.replace(config.model, max_model_len=length)
     cache = msgspec.structs.replace(cache, num_blocks=num_blocks)
     return msgspec.structs.replace(config, model=model, cache=cache), budget
+
+
+def _gpu_budget(
+    config: EngineConfig, topology: Topology, footprint: ModelFootprint, memory_bytes: int, *, fixed: bool
+) -> ByteBudget:
+    """Return the budget of a GPU of `memory_bytes`, or refuse it; the rank will set KV by what it really has left."""
+    cache, schedule, length = config.cache, config.schedule, config.model.max_model_len
+    assert length is not None
+
+    def budget_at(max_model_len: int, kv_bytes: int | None) -> ByteBudget:
+        return byte_budget(
+            footprint,
+            topology,
+            rank_memory_bytes=int(memory_bytes * cache.gpu_memory_utilization),
+            max_num_batched_tokens=schedule.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            block_size=cache.block_size,
+            max_num_seqs=schedule.max_num_seqs,
+            kv_bytes=kv_bytes,
+        )
+
+    kv_bytes = cache.kv_cache_memory_bytes
+    if cache.num_blocks is not None:
+        kv_bytes = cache.num_blocks * budget_at(length, 0).block_bytes
+    budget = budget_at(length, kv_bytes)
+    if 0 < budget.kv_tokens < length and not fixed:
+        budget = budget_at(budget.kv_tokens, budget.kv_bytes)
+    check_fits(budget)
+    return budget
 
 
 def _compute(config: EngineConfig, topology: Topology) -> tuple[int, tuple[tuple[int, ...], ...]]:

@@ -111,7 +111,4 @@ def announcement(resolved: Resolved) -> str:
     model = resolved.model
     num_experts = model.moe.routing.num_experts if model.moe is not None else 0
     unit = "GPU" if resolved.config.parallel.device == "cuda" else "rank"
-    lines = [expansion(resolved.topology, num_experts=num_experts, unit=unit)]
-    if resolved.budget is not None:
-        lines.append(resolved.budget.table())
-    return "\n".join(lines)
+    return f"{expansion(resolved.topology, num_experts=num_experts, unit=unit)}\n{resolved.budget.table()}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+import torch
 from moewe.runtime import resolve as resolve_module
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
 from moewe.runtime.launch import EngineStart
@@ -75,6 +76,40 @@ def test_kv_that_nobody_sized_is_modest_but_holds_a_sequence(host):
     host(256 << 20 << 3)
     assert resolve(config(schedule=many)).config.cache.num_blocks == (256 << 20) // 2 // block
     assert resolve(config(cache={"block_size": 256}, schedule={"max_num_seqs": 1})).config.cache.num_blocks == 16
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    def have(*sizes):
+        monkeypatch.setattr(resolve_module, "gpu_memory_bytes", lambda: sizes)
+
+    return have
+
+
+def test_gpus_are_counted_and_weighed(host, gpus):
+    gpus(4 << 30, 2 << 30)
+    found = resolve(config(parallel={"device": "cuda"}))
+    assert found.budget.rank_memory_bytes == int((2 << 30) * 0.9)
+    assert found.config.cache.num_blocks is None  # the rank sets it by what it has left
+    with pytest.raises(ValueError, match=r"needs 4 GPUs \(2 x 2\), this machine has 2; did you mean EP2DP1"):
+        resolve(config("EP2DP2", parallel={"device": "cuda"}))
+    gpus(300 << 20)
+    with pytest.raises(ValueError, match=r"needs .* a rank before any KV"):
+        resolve(config("EP1DP1", parallel={"device": "cuda"}))
+
+
+def test_a_small_gpu_lowers_the_length_unless_it_was_asked_for(host, gpus):
+    whole = resolve(config("EP1DP1")).budget
+    gpus(int((whole.fixed_bytes + 5 * whole.block_bytes) / 0.9) + 4096)
+    assert resolve(config("EP1DP1", parallel={"device": "cuda"})).budget.limits.max_model_len == 80
+    with pytest.raises(ValueError, match="max_model_len=100"):
+        resolve(config("EP1DP1", parallel={"device": "cuda"}, model={"max_model_len": 100}))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_cuda_without_a_gpu_is_one_line(host):
+    with pytest.raises(ValueError, match=r"device='cuda'.*use --device cpu"):
+        resolve(config("EP1DP1", parallel={"device": "cuda"}))
 
 
 def test_exact_numbers_win(host):
