@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.chain import Chain, chain
 from tests.support.server_process import NAME, ServerProcess
@@ -31,24 +30,6 @@ def script() -> Chain:
 def server(script: Chain) -> Iterator[ServerProcess]:
     with ServerProcess(script.path, "--max-num-seqs", "4", "--kv-cache-memory-bytes", "64MiB") as server:
         yield server
-
-
-def counters(server: ServerProcess) -> dict[str, float]:
-    text = httpx.get(f"{server.url}/metrics").text
-    values: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            name = sample.name + ("|" + sample.labels["reason"] if "reason" in sample.labels else "")
-            values[name] = values.get(name, 0.0) + sample.value
-    return values
-
-
-def wait_idle(server: ServerProcess, within: float) -> None:
-    deadline = time.monotonic() + within
-    names = ("moewe_requests_running", "moewe_requests_waiting", "moewe_kv_blocks_used")
-    while any(values := [counters(server)[name] for name in names]):
-        assert time.monotonic() < deadline, values
-        time.sleep(0.05)
 
 
 def test_chat_streams_what_it_answers(server: ServerProcess, script: Chain) -> None:
@@ -118,33 +99,33 @@ def test_mistakes_come_back_as_openai_errors(server: ServerProcess) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_clients_that_hang_up_leave_nothing(server: ServerProcess, stream: bool) -> None:
     """Eight long requests, four of them still in the queue, and all clients gone at once."""
-    before = counters(server)
+    before = server.counters()
     body = f'{{"model":"{NAME}","prompt":"x","max_tokens":2000,"ignore_eos":true,"stream":{str(stream).lower()}}}'
     head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n{body}"
     connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(8)]
     for connection in connections:
         connection.sendall(head.encode())
     time.sleep(0.5)
-    running = counters(server)
+    running = server.counters()
     assert running["moewe_requests_running"] > 0
     for connection in connections:
         connection.close()
-    wait_idle(server, within=1.5)
-    after = counters(server)
+    server.wait_idle(within=2.0)
+    after = server.counters()
     name = "moewe_requests_finished_total|abort"
     assert after[name] - before[name] == 8
 
 
 def test_metrics_say_what_clients_counted(server: ServerProcess) -> None:
-    wait_idle(server, within=2.0)
-    before = counters(server)
+    server.wait_idle(within=2.0)
+    before = server.counters()
     client = server.client()
     prompt_tokens = completion_tokens = 0
     for length in (1, 7, 30):
         usage = client.completions.create(model=NAME, prompt="x" * length, max_tokens=length, temperature=0).usage
         prompt_tokens += usage.prompt_tokens
         completion_tokens += usage.completion_tokens
-    after = counters(server)
+    after = server.counters()
     assert after["moewe_prompt_tokens_total"] - before["moewe_prompt_tokens_total"] == prompt_tokens == 38
     assert after["moewe_generation_tokens_total"] - before["moewe_generation_tokens_total"] == completion_tokens == 38
     name = "moewe_requests_finished_total|length"

@@ -19,6 +19,7 @@ from typing import IO, Self
 import httpx
 import openai
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 NAME = "gull"
 START_TIMEOUT_S = 90.0
@@ -80,6 +81,23 @@ class ServerProcess:
     def exit_code(self, timeout: float) -> int:
         """Wait for the server's end and return its exit code."""
         return self.process.wait(timeout)
+
+    def counters(self) -> dict[str, float]:
+        """Return the metrics, summed over all labels but `reason`, which stands after the name: `name|reason`."""
+        values: dict[str, float] = {}
+        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=20).text):
+            for sample in family.samples:
+                name = sample.name + ("|" + sample.labels["reason"] if "reason" in sample.labels else "")
+                values[name] = values.get(name, 0.0) + sample.value
+        return values
+
+    def wait_idle(self, within: float) -> None:
+        """Wait until nothing runs, waits or holds a block."""
+        deadline = time.monotonic() + within
+        names = ("moewe_requests_running", "moewe_requests_waiting", "moewe_kv_blocks_used")
+        while any(values := [self.counters()[name] for name in names]):
+            assert time.monotonic() < deadline, values
+            time.sleep(0.05)
 
     def survivors(self, within: float = 2.0) -> list[psutil.Process]:
         """Return children that still run after a moment."""
