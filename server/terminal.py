@@ -45,7 +45,8 @@ class LoadingBars:
         done, total = (sum(column) for column in zip(*self._done.values(), strict=True))
         if self._task is None:
             self._task = self._progress.add_task("loading weights", total=total)
-        self._progress.update(self._task, completed=done, total=total)
+        stage = "loading weights" if done < total else "weights loaded, warming up"
+        self._progress.update(self._task, completed=done, total=total, description=stage)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
