@@ -43,17 +43,20 @@ class Rotary:
         self._inverse = (1.0 / (config.theta**exponents)).to(device)  # [rotary_dim / 2]
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin of each row's position: [T, 1, rotary_dim] f32 each, both halves filled; once a step."""
+        """Return cos and sin of each row's position, once a step: [T, 1, rotary_dim] f32, both halves filled.
+
+        The first half of sin is negated, so that `rotate` needs no negated copy of the heads.
+        """
         angle = positions.float()[:, None] * self._inverse  # [T, rotary_dim / 2]
-        both = torch.cat([angle, angle], dim=-1)[:, None, :]
-        return both.cos(), both.sin()
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
 
     def rotate(self, heads: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Rotate [T, heads, Dh] in the dtype given; elements past `rotary_dim` pass through."""
+        """Rotate [T, heads, Dh] in fp32, rounded once; elements past `rotary_dim` pass through."""
         cos, sin = angles
         turning, still = heads[..., : self._rotary_dim], heads[..., self._rotary_dim :]
-        first, second = turning.chunk(2, dim=-1)
-        turned = (turning * cos).add_(torch.cat([-second, first], dim=-1) * sin).to(heads.dtype)
+        wide = turning.float()
+        turned = (wide * cos).addcmul_(wide.roll(self._rotary_dim // 2, -1), sin).to(heads.dtype)
         return turned if not still.shape[-1] else torch.cat([turned, still], dim=-1)
 
 
@@ -72,6 +75,15 @@ class AttentionBlock:
         self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._eps, self._qk_norm = config.norm_eps, config.qk_norm
         self._scale = config.head_dim**-0.5
+        widths = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
+        self._full_widths = widths
+        self._sizes = [sum(widths), widths[1]]
+        if self._qk_norm is not None:
+            assert weights.q_norm is not None and weights.k_norm is not None, "QK-norm, but its weights are missing"
+        if self._qk_norm == "head":  # one norm for all heads of q and k: [H + Hkv, Dh]
+            assert weights.q_norm is not None and weights.k_norm is not None
+            parts = (weights.q_norm.expand(config.num_heads, -1), weights.k_norm.expand(config.num_kv_heads, -1))
+            self._head_norm = torch.cat(parts)
 
     def __call__(
         self,
@@ -81,22 +93,21 @@ class AttentionBlock:
         batch: AttentionBatch,
     ) -> torch.Tensor:
         """Return what attention adds to the residual: [T, D] -> [T, D], T > 0. Writes K and V of all rows first."""
-        w, num_heads, num_kv_heads = self._weights, self._num_heads, self._num_kv_heads
-        qkv = F.linear(x, w.qkv, w.qkv_bias)
-        q, k, v = qkv.split_with_sizes(
-            [size * self._head_dim for size in (num_heads, num_kv_heads, num_kv_heads)], dim=-1
-        )
+        w, num_heads, num_kv_heads, head_dim = self._weights, self._num_heads, self._num_kv_heads, self._head_dim
+        qk, v = F.linear(x, w.qkv, w.qkv_bias).split_with_sizes(self._sizes, dim=-1)
         if self._qk_norm == "full":
-            q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
-        q = q.view(-1, num_heads, self._head_dim)
-        k = k.view(-1, num_kv_heads, self._head_dim)
+            qk = self._norm_full(qk)
+        qk = qk.view(-1, num_heads + num_kv_heads, head_dim)  # [T, H + Hkv, Dh]
         if self._qk_norm == "head":
-            q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
-        q, k = self._rotary.rotate(q, angles), self._rotary.rotate(k, angles)
-        storage.write(self._layer, k, v.view(-1, num_kv_heads, self._head_dim), batch.slot_mapping)
+            qk = rms_norm(qk, self._head_norm, self._eps)
+        q, k = self._rotary.rotate(qk, angles).split_with_sizes([num_heads, num_kv_heads], dim=1)
+        storage.write(self._layer, k, v.view(-1, num_kv_heads, head_dim), batch.slot_mapping)
         out = paged_attention(q, storage, self._layer, batch, self._scale)  # [T, H, Dh]
-        return F.linear(out.flatten(1), w.o, w.o_bias)
+        return F.linear(out.view(-1, num_heads * head_dim), w.o, w.o_bias)
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        assert weight is not None, "the family has QK-norm, but its weight is missing"
-        return rms_norm(x, weight, self._eps)
+    def _norm_full(self, qk: torch.Tensor) -> torch.Tensor:
+        """Norm over all heads of q together, and over all of k."""
+        w = self._weights
+        assert w.q_norm is not None and w.k_norm is not None
+        q, k = qk.split_with_sizes(self._full_widths, dim=-1)
+        return torch.cat([rms_norm(q, w.q_norm, self._eps), rms_norm(k, w.k_norm, self._eps)], dim=-1)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+_CACHED_PRODUCTS = 1 << 19  # fp32 elements, 2 MiB
+
 
 @dataclass(frozen=True, kw_only=True)
 class SortedPairs:
@@ -73,10 +75,28 @@ def add_pairs(rows: torch.Tensor, topk_weights: torch.Tensor, pairs: SortedPairs
     top_k, num_tokens = pairs.positions.shape
     if not rows.shape[0] or not num_tokens:
         return rows.new_zeros(num_tokens, rows.shape[1])
-    picked = rows.index_select(0, pairs.positions.reshape(-1)).view(top_k, num_tokens, -1)  # [K, T, D]
-    products = picked * topk_weights.t().unsqueeze(-1)  # [K, T, D] f32
-    if pairs.dropped is not None:
-        products.masked_fill_(pairs.dropped.unsqueeze(-1), 0.0)
+    weights = topk_weights.t().unsqueeze(-1)  # [K, T, 1]
+    dropped = None if pairs.dropped is None else pairs.dropped.unsqueeze(-1)  # [K, T, 1]
+    # On a CPU a few tokens at a time: their fp32 products stay in its cache.
+    step = num_tokens if rows.is_cuda else max(1, _CACHED_PRODUCTS // (top_k * rows.shape[1]))
+    if step >= num_tokens:
+        return _add(rows, weights, pairs.positions, dropped)
+    total = rows.new_empty(num_tokens, rows.shape[1])
+    for start in range(0, num_tokens, step):
+        part = slice(start, start + step)
+        part_dropped = None if dropped is None else dropped[:, part]
+        total[part] = _add(rows, weights[:, part], pairs.positions[:, part], part_dropped)
+    return total
+
+
+def _add(
+    rows: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor, dropped: torch.Tensor | None
+) -> torch.Tensor:
+    """`add_pairs` of some tokens, with weights and dropped as [K, T, 1] and positions as [K, T]."""
+    picked = rows.index_select(0, positions.reshape(-1)).view(*positions.shape, -1)  # [K, T, D]
+    products = picked * weights  # [K, T, D] f32
+    if dropped is not None:
+        products.masked_fill_(dropped, 0.0)
     total, *others = products.unbind(0)
     total += 0.0  # starting from +0 turns -0 into +0
     for product in others:
