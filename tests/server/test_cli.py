@@ -208,3 +208,14 @@ def test_a_model_cannot_steer_the_terminal() -> None:
 
 def test_version_is_the_packages(capfd: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"moewe \d+\.\d+\.\d+\n", run(capfd, "--version")[1])
+
+
+def test_demo_checkpoint_goes_where_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from moewe.models import demo
+
+    monkeypatch.setattr(demo, "ensure_demo_checkpoint", lambda directory: directory.resolve())
+    assert run(capfd, "demo-checkpoint", str(tmp_path))[:2] == (0, f"{tmp_path.resolve()}\n")
+    code, _, err = run(capfd, "demo-checkpoint")
+    assert code == 1 and "DIR" in err
