@@ -1,6 +1,6 @@
 """What a user can set, as small frozen records owned by the part that they configure.
 
-Not parsing (server/cli.py, moewe/llm.py) and not resolving: `runtime.resolve` turns `auto` values into numbers in new objects.
+Not parsing (server/cli.py, moewe/llm.py) and not resolving: `runtime.resolve` turns `auto` into numbers in new objects.
 Units: bytes, tokens, seconds.
 """
 
@@ -62,7 +62,7 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         block_size: tokens a block.
         kv_cache_memory_bytes: KV bytes a rank; None derives it from `gpu_memory_utilization`.
-        gpu_memory_utilization: share of the device's memory (on CPU: of the host's, divided by its ranks) for weights and KV.
+        gpu_memory_utilization: share of the device's memory for weights and KV (on CPU: of the host's, over its ranks).
         num_blocks: exact number of blocks a rank, for tests; None derives it.
     """
 

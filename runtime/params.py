@@ -58,12 +58,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
         stops = self.stop
         return [
-            ("max_tokens", self.max_tokens, self.max_tokens is None or (is_int(self.max_tokens) and self.max_tokens > 0),
+            ("max_tokens", self.max_tokens,
+             self.max_tokens is None or (is_int(self.max_tokens) and self.max_tokens > 0),
              "use an integer of at least 1"),
             ("temperature", self.temperature, is_number(self.temperature) and 0 <= self.temperature <= 100,
              "use a number from 0 (greedy) to 100"),
             ("top_p", self.top_p, is_number(self.top_p) and 0 < self.top_p <= 1, "use a number above 0 and up to 1"),
-            ("top_k", self.top_k, is_int(self.top_k) and self.top_k >= -1, "use 0 or -1 to keep all tokens, or a positive integer"),
+            ("top_k", self.top_k, is_int(self.top_k) and self.top_k >= -1,
+             "use 0 or -1 to keep all tokens, or a positive integer"),
             ("seed", self.seed, self.seed is None or (is_int(self.seed) and -(2**63) <= self.seed < 2**63),
              "use an integer of at most 64 bits"),
             ("stop", stops, len(stops) <= MAX_STOP_STRINGS and all(isinstance(s, str) and s for s in stops),
