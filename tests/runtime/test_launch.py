@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
 from moewe.runtime.group import Group, GroupParts
@@ -154,6 +155,29 @@ def test_killed_or_stopped_rank_is_named_and_none_is_left(number, fake_processes
     assert lost.value.rank == 1
     group.kill()
     assert all(process_state(pid) is None for pid in pids)
+
+
+@pytest.mark.spawn
+def test_rank_process_that_stands_still_writes_its_stacks(fake_processes, capfd):
+    fake_processes("rank=1,step=1,do=hang")
+    group = start_group(engine_start(stall_timeout_s=1.0))
+    for step in range(2):
+        group.workers.submit(idle_plan(step, 2))
+    assert group.workers.collect(10.0).step == 0
+    with pytest.raises(RankLost, match="rank 1 is stuck") as lost:
+        group.workers.collect(10.0)
+    assert lost.value.rank == 1
+    group.kill()
+    assert "in strike" in capfd.readouterr().err
+
+
+@pytest.mark.spawn
+def test_ranks_run_on_the_processors_they_were_given(fake_processes):
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    start = msgspec.structs.replace(engine_start(), cpus=((cpus[0],), (cpus[-1],)))
+    group = start_group(start)
+    assert [os.sched_getaffinity(member.pid) for member in group.workers.members] == [{cpus[0]}, {cpus[-1]}]
+    group.stop()
 
 
 @pytest.mark.spawn
