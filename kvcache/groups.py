@@ -17,7 +17,8 @@ class CacheGroup:
 
     Attributes:
         name: unique among the groups of a model.
-        kind: `full` (every token kept until the sequence ends). Windowed, latent and state groups come with their families.
+        kind: `full` (every token is kept until the sequence ends). Windowed, latent and state groups come with their
+            families.
         layers: decoder layer numbers, ascending.
         num_kv_heads: KV heads that one rank holds.
         head_dim: elements of a head of K and of V.

@@ -8,8 +8,10 @@ from moewe.models.families import load_config
 from moewe.models.weights import ModelWeights
 from moewe.telemetry import COMPONENTS, PHASES, RankCounters
 
+from tests.support.comparison import compare_with_reference
 from tests.support.decoding import decode
 from tests.support.fixtures import DENSE_FIXTURES, MOE_FIXTURES, checkpoint, random_prompt, reference_logits
+from tests.support.harness import generate, greedy
 from tests.support.numerics import LOGITS_AGAINST_REFERENCE, LOGITS_BETWEEN_TOPOLOGIES, assert_within
 
 LENGTHS = (33, 1, 50, 17, 4)
@@ -151,3 +153,11 @@ def test_half_precision_stays_close(name: str, dtype: str) -> None:
     assert logits.dtype == torch.float32
     similarity = torch.nn.functional.cosine_similarity(logits, reference)
     assert similarity.mean() > 0.99
+
+
+@pytest.mark.parametrize("name", ["T-OLM", "T-QW2"])
+def test_weights_that_sum_to_less_than_one_do_not_drift(name: str) -> None:  # P-LOAD-12
+    path = checkpoint(name)
+    outcome = generate(path, [random_prompt(17)], params=greedy(64)).outcomes[0]
+    assert len(outcome.tokens) == 64
+    compare_with_reference(path, outcome)

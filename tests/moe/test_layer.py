@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -131,6 +134,18 @@ def test_a_chosen_expert_without_owner_is_a_hard_error() -> None:  # P-EP-03
     made, _ = layer(weights, broken_placement(), 0, LocalExchange(6))
     with pytest.raises(RuntimeError, match=r"MoE layer 1: experts \[2\] were chosen, but no rank holds them"):
         made(torch.randn(4, WIDTH))
+
+
+def test_without_debug_a_chosen_expert_without_owner_is_counted() -> None:  # P-EP-03
+    code = (
+        "import torch; from tests.moe.test_layer import *;"
+        "weights = all_weights(); weights.selection_bias = torch.tensor([0.0, 0, 9, 0, 0, 0]);"
+        "made, counters = layer(weights, broken_placement(), 0, LocalExchange(6));"
+        "out = made(torch.randn(4, WIDTH));"
+        "ok = counters.unowned_ids == 4 and counters.expert_tokens.sum() == 8 and bool(out.isfinite().all());"
+        "sys.exit(not ok)"
+    )
+    subprocess.run([sys.executable, "-O", "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_an_expert_without_owner_that_nobody_chose_does_no_harm() -> None:
