@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 
 from .balance import token_work
@@ -78,6 +79,8 @@ class Replica:
         self._watched = watched
         self._on_loading = on_loading
         self._owed: dict[str, list[int]] = {}  # per live request: [prompt tokens not known to have run, all work left]
+        self._refused: list[Delta] = []  # answers to requests that found the channel full
+        self._unsaid: deque[Abort | Shutdown] = deque()  # what found it full and still has to be said
         self._silence = Silence(time.monotonic())
 
     @property
@@ -96,22 +99,38 @@ class Replica:
         work = token_work(num_prompt_tokens, request.params)
         self._owed[request.request_id] = [num_prompt_tokens, work]
         self.outstanding += work
-        self._post(request)
+        try:
+            self._post(request)
+        except ChannelFull as error:
+            self._refused.append(
+                Delta(request_id=request.request_id, finish_reason="error", error=f"the engine is busy: {error}")
+            )
 
     def abort(self, request_id: str) -> None:
         """Ask to forget a request; its last delta says so."""
-        self._post(Abort(request_ids=(request_id,)))
+        self._unsaid.append(Abort(request_ids=(request_id,)))
+        self._say()
 
     def shut_down(self, *, drain: bool) -> None:
         """Ask to end."""
-        self._post(Shutdown(drain=drain))
+        self._unsaid.append(Shutdown(drain=drain))
+        self._say()
+
+    def _say(self) -> None:
+        """Post what must not be dropped; what finds the channel full goes with the next `pump`."""
+        try:
+            while self._unsaid:
+                self._post(self._unsaid[0])
+                self._unsaid.popleft()
+        except ChannelFull as error:
+            log.warning("the engine cannot be told yet: %s", error)
 
     def _post(self, message: Message) -> None:
         if not self.lives:
             return
         try:
             self.member.channel.post(message)
-        except (ChannelClosed, ChannelFull) as error:
+        except ChannelClosed as error:
             log.warning("the engine cannot be told: %s", error)  # `pump` or `check` finds out why
 
     # --- answers ---------------------------------------------------------------------------------------------------
@@ -119,9 +138,11 @@ class Replica:
         """Send what is queued and take in what has come, without waiting; returns deltas, errors of a loss included."""
         if not self.lives:
             return []
-        deltas: list[Delta] = []
+        deltas = [delta for delta in self._refused if self._settle(delta)]
+        self._refused.clear()
         try:
             self.member.channel.flush()
+            self._say()
             for message in self.member.channel.receive_ready():
                 self._silence.hear()
                 deltas += self._take(message)

@@ -11,12 +11,13 @@ import time
 import numpy as np
 import pytest
 from moewe.models.config import ModelConfig, RotaryConfig
+from moewe.runtime import channel
 from moewe.runtime.balance import EXPECTED_OUTPUT_TOKENS, least_loaded, token_work
 from moewe.runtime.channel import channel_pair
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
 from moewe.runtime.group import GroupParts
 from moewe.runtime.launch import ThreadMember
-from moewe.runtime.messages import Delta, Failed, FromEngine, Outputs, Stats, Submit, ToEngine
+from moewe.runtime.messages import Abort, Delta, Failed, FromEngine, Outputs, Stats, Submit, ToEngine
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.plan import pack
 from moewe.runtime.replica import Replica, Silence
@@ -269,6 +270,25 @@ def test_end_of_the_channel_is_a_loss_with_the_reason(replica):
     )
     assert not ours.lives
     assert ours.pump() == []
+
+
+def test_what_finds_the_channel_full_is_answered_or_said_later(replica, monkeypatch):
+    ours, engine = replica
+    monkeypatch.setattr(channel, "MAX_PENDING_BYTES", 0)
+    number = 0
+    while not ours.member.channel.pending_bytes:  # until the kernel takes no more and something stays queued
+        ours.submit(submit(f"r{number}", 30_000, 5))
+        number += 1
+    ours.submit(submit("late", 1, 5))
+    ours.abort("r0")
+    (delta,) = ours.pump()
+    assert (delta.request_id, delta.finish_reason) == ("late", "error") and "busy" in delta.error
+    assert not ours.owes("late") and ours.owes("r0")
+    heard = []
+    while not any(isinstance(message, Abort) for message in heard):
+        heard += engine.receive_ready()
+        assert ours.pump() == []
+    assert [m.request_id for m in heard if isinstance(m, Submit)] == [f"r{i}" for i in range(number)]
 
 
 def test_silent_engine_is_lost(replica):
