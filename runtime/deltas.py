@@ -1,6 +1,6 @@
 """From what a worker computed to what a client is told: log-probabilities with texts, and seeds for those without one.
 
-Not text of a request (runtime/text_output.py) and not sampling (runtime/sampler.py). Pure functions.
+Not text of a request (runtime/text_output.py) and not sampling (runtime/ranks/sampler.py). Pure functions.
 Units: natural logarithms; ranks count from 1.
 """
 

@@ -11,19 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from .admission import AdmissionError
 from .deltas import TokenText, logprob_entries
 from .messages import Delta, Submit
 from .params import SamplingParams
 from .plan import StepPlan, StepResult, unpack
-from .request import Request, SequenceUpdate
 from .scheduler import Scheduler
+from .scheduling.admission import AdmissionError
+from .scheduling.request import Request, SequenceUpdate
 
 DEPTH = 2
 
 
 class StepRunner(Protocol):
-    """What the engine asks of a group of ranks (runtime/workers.py)."""
+    """What the engine asks of a group of ranks (runtime/processes/workers.py)."""
 
     @property
     def in_flight(self) -> int:

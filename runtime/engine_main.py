@@ -15,12 +15,8 @@ from pathlib import Path
 
 from ..native.bandwidth import llc_bytes
 from ..text import Tokenizer, load_tokenizer
-from .channel import Channel, ChannelClosed
-from .child import enter_child, log_as
 from .deltas import seed_sequence
 from .engine import Engine
-from .group import Group, GroupParts
-from .launch import EngineStart
 from .messages import (
     Abort,
     AllocateKV,
@@ -36,13 +32,17 @@ from .messages import (
     Submit,
     ToEngine,
 )
+from .metrics.reporter import StatsReporter
+from .processes.channel import Channel, ChannelClosed
+from .processes.child import enter_child, log_as
+from .processes.group import Group, GroupParts
+from .processes.launch import EngineStart
+from .processes.workers import RankLost
 from .scheduler import Scheduler
-from .scheduler_config import SchedulerConfig
+from .scheduling.limits import SchedulerConfig
 from .start_up import check_blocks, stall_limits
-from .stats_reporter import StatsReporter
 from .text_output import TextOutput
 from .worker_main import build_hub, build_worker
-from .workers import RankLost
 
 log = logging.getLogger("moewe.runtime.engine_main")  # __name__ is __main__ in a process of its own
 

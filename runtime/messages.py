@@ -1,6 +1,6 @@
 """Every message between server, engines and workers, as tagged msgspec structs.
 
-Not a transport (runtime/channel.py). Never pickle: what cannot be said with these structs is not said.
+Not a transport (runtime/processes/channel.py). Never pickle: what cannot be said with these structs is not said.
 Units: token ids are i32 bytes (`plan.pack`); times are seconds of the sender's monotonic clock unless named `_unix`.
 """
 

@@ -1,6 +1,6 @@
 """How one request wants its tokens chosen and when to end: `SamplingParams`.
 
-Not the sampler (runtime/sampler.py) and not a wire format of HTTP (server/protocol.py): the same object for both doors.
+Not the sampler (runtime/ranks/sampler.py) and not a wire format (server/protocol.py): one object for both doors.
 Units: tokens; probabilities in [0, 1]; temperature 0 means greedy.
 """
 

@@ -145,7 +145,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         logprobs: for those that asked.
         num_rows: rows really run (0 on an idle rank).
         busy_seconds: time from first to last operation.
-        counters: now and then, the rank's counters (runtime/stats.py encodes them); else empty.
+        counters: now and then, the rank's counters (runtime/metrics/stats.py encodes them); else empty.
     """
 
     step: int

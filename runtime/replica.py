@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable
 
 from .balance import token_work
-from .channel import ChannelClosed, ChannelFull
-from .launch import Member
 from .messages import Abort, Delta, Failed, Loading, Message, Outputs, Ready, Shutdown, Stats, Stopped, Submit
 from .plan import unpack
-from .supervision import MOST_CREDITED_S, process_state
+from .processes.channel import ChannelClosed, ChannelFull
+from .processes.launch import Member
+from .processes.supervision import MOST_CREDITED_S, process_state
 
 log = logging.getLogger(__name__)
 

@@ -18,14 +18,14 @@ import numpy as np
 from .balance import least_loaded
 from .config import EngineConfig
 from .engine_main import run_engine
-from .group import GroupParts
-from .launch import EngineStart, Member, spawn_process, spawn_thread
 from .messages import Delta, Failed, FromEngine, Loading, Ready, Stats, Submit, ToEngine
 from .params import SamplingParams
 from .plan import pack
+from .processes.group import GroupParts
+from .processes.launch import EngineStart, Member, spawn_process, spawn_thread
+from .processes.supervision import wait_gone
 from .replica import Replica
 from .resolve import Resolved, resolve
-from .supervision import wait_gone
 
 ENGINE_MODULE = "moewe.runtime.engine_main"
 CHECK_EVERY_S = 0.5

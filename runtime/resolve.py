@@ -21,7 +21,7 @@ from ..topologies import ByteBudget, ModelFootprint, Topology, byte_budget, chec
 from ..topologies.hardware import available_memory_bytes, host_cores, host_memory_bytes, numa_nodes
 from .config import LOAD_FORMATS, CacheOptions, EngineConfig
 from .gpus import gpu_memory_bytes
-from .scheduler_config import SchedulerConfig
+from .scheduling.limits import SchedulerConfig
 
 log = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from . import scheduler_step as steps
-from .admission import AdmissionError, QueueFullError, WaitingQueue, check_fits
-from .batch_state import DECODE, BatchState
 from .plan import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, RankResult, StepPlan, StepResult, TokenLogprobs, unpack
-from .policy import precedence, step_header
-from .request import Request, RequestState, SequenceUpdate
-from .scheduler_config import SchedulerConfig
+from .scheduling import step as steps
+from .scheduling.admission import AdmissionError, QueueFullError, WaitingQueue, check_fits
+from .scheduling.batch_state import DECODE, BatchState
+from .scheduling.limits import SchedulerConfig
+from .scheduling.policy import precedence, step_header
+from .scheduling.request import Request, RequestState, SequenceUpdate
 
 __all__ = ["AdmissionError", "QueueFullError", "Request", "Scheduler", "SchedulerConfig", "SequenceUpdate"]
 

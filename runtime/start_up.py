@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from .launch import EngineStart
 from .messages import Loaded
-from .supervision import Limits, predicted_layer_s
+from .processes.launch import EngineStart
+from .processes.supervision import Limits, predicted_layer_s
 
 log = logging.getLogger(__name__)
 

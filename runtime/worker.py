@@ -26,11 +26,11 @@ from ..quant import parse_format
 from ..telemetry import RankCounters, RankProgress
 from .config import EngineConfig
 from .messages import Loaded
+from .metrics.stats import encode_counters
 from .plan import FINISH_ERROR, Admission, Chunk, RankPlan, RankResult, SamplingState, StepHeader, TokenLogprobs, pack
-from .rank_memory import blocks_that_fit, read_bandwidth
-from .sampler import finite_rows, sample, token_logprobs
-from .stats import encode_counters
-from .worker_batch import StepRows, WorkerBatch
+from .ranks.batch import StepRows, WorkerBatch
+from .ranks.memory import blocks_that_fit, read_bandwidth
+from .ranks.sampler import finite_rows, sample, token_logprobs
 
 COUNTERS_EVERY_S = 0.25
 WARM_UP_TOKENS = 8

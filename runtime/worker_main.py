@@ -17,10 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..telemetry import ProgressBoard, RankProgress
 from ..telemetry.progress import STATE_BUSY, STATE_IDLE, STATE_STARTING
-from .channel import Channel, ChannelClosed
-from .child import enter_child, log_as
 from .config import EngineConfig
-from .launch import WorkerStart, board_path, store_path
 from .messages import (
     AllocateKV,
     KVAllocated,
@@ -34,6 +31,9 @@ from .messages import (
     WorkerFailed,
 )
 from .plan import RankPlan, RankResult, StepHeader
+from .processes.channel import Channel, ChannelClosed
+from .processes.child import enter_child, log_as
+from .processes.launch import WorkerStart, board_path, store_path
 
 if TYPE_CHECKING:
     from ..moe.wide_ep.exchange import Exchange

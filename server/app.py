@@ -15,11 +15,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from .. import __version__
 from .answers import Answer, ChatAnswer, CompletionAnswer
 from .errors import ApiError, invalid, server_error
 from .guard import Guard
 from .intake import Intake, chat_intake, completion_intake
+from .options import VERSION
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
 from .state import Phase, ServerState
 from .streams import ClientGone, EventStream, collect, while_connected
@@ -31,7 +31,7 @@ _GONE = 499  # nobody reads it
 
 def build_app(state: ServerState) -> FastAPI:
     """Return the application over `state`; it serves /health from the first moment."""
-    app = FastAPI(title="moewe", version=__version__, redirect_slashes=False, openapi_url=None)
+    app = FastAPI(title="moewe", version=VERSION, redirect_slashes=False, openapi_url=None)
     app.state.moewe = state
     app.add_middleware(Guard, state=state)
     _add_error_handlers(app)
@@ -80,7 +80,7 @@ def _add_status_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/version")
     async def version() -> Response:
-        return JSONResponse({"version": __version__})
+        return JSONResponse({"version": VERSION})
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -1,6 +1,6 @@
 """What the operator of a server reads: progress while loading, the address, a line of statistics while busy.
 
-Not metrics (runtime/metrics.py). Progress is a bar on a terminal and a few log lines elsewhere.
+Not metrics (runtime/metrics/export.py). Progress is a bar on a terminal and a few log lines elsewhere.
 Units: bytes, tokens, seconds.
 """
 

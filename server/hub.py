@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ..runtime.messages import Delta, Failed
-from ..runtime.metrics import Metrics, RequestTimes
+from ..runtime.metrics.export import Metrics, RequestTimes
 from ..runtime.params import SamplingParams
 from ..runtime.replicas import ReplicaLost
 from .errors import unavailable

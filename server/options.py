@@ -5,7 +5,11 @@ Not parsing (server/cli.py) and not the server (server/serve.py). Units: seconds
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import msgspec
+
+VERSION = version("moewe")
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,17 +19,16 @@ from pathlib import Path
 
 import uvicorn
 
-from .. import __version__
 from ..runtime.config import EngineConfig
 from ..runtime.messages import Failed
-from ..runtime.metrics import Metrics
+from ..runtime.metrics.export import Metrics
 from ..runtime.replicas import ReplicaSet
 from ..runtime.resolve import Resolved, resolve
 from ..text import ChatTemplate, load_tokenizer
 from .app import build_app
 from .console import LoadingDisplay, StatsLine, address
 from .hub import Hub
-from .options import ServerOptions
+from .options import VERSION, ServerOptions
 from .state import Phase, ServerState
 
 log = logging.getLogger(__name__)
@@ -78,7 +77,7 @@ def build_state(resolved: Resolved, options: ServerOptions) -> ServerState:
     if template is not None and template.problem is not None:
         log.warning("%s; chat requests will be refused", template.problem)
     name = (options.served_model_name or (model.model,))[0]
-    metrics = Metrics(version=__version__, model=name, topology=resolved.topology.long())
+    metrics = Metrics(version=VERSION, model=name, topology=resolved.topology.long())
     return ServerState(
         config=resolved.config,
         options=options,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..runtime.config import EngineConfig
 from ..runtime.messages import Ready, Stats
-from ..runtime.metrics import Metrics
+from ..runtime.metrics.export import Metrics
 from ..text import ChatTemplate, Tokenizer
 from .errors import ApiError, unavailable
 from .hub import Hub

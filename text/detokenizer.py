@@ -9,14 +9,38 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .tokenizer import Tokenizer
+from typing import Protocol
 
 # A character has at most 4 bytes, so more tokens than this that end in U+FFFD do not wait for a missing byte.
 _MAX_PENDING_TOKENS = 8
 REPLACEMENT = "\ufffd"
+
+
+class TokenTexts(Protocol):
+    """What is asked of a tokenizer (text/tokenizer.py) to turn ids back into text."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of special tokens."""
+        ...
+
+    @property
+    def strips_first_space(self) -> bool:
+        """True when a text's first blank belongs to the encoding, not to the text."""
+        ...
+
+    @property
+    def has_pieces(self) -> bool:
+        """True when each token stands for bytes of its own."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token."""
+        ...
+
+    def decode_window(self, ids: list[int]) -> str:
+        """Return the text of a few tokens, where tokens have no bytes of their own."""
+        ...
 
 
 class Detokenizer:
@@ -28,7 +52,7 @@ class Detokenizer:
         skip_special_tokens: leave special tokens out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, continuation: bool = False, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: TokenTexts, *, continuation: bool = False, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")

@@ -10,10 +10,9 @@ import struct
 import threading
 import time
 
-import moewe.runtime.channel as channel_module
+import moewe.runtime.processes.channel as channel_module
 import msgspec
 import pytest
-from moewe.runtime.channel import Channel, ChannelClosed, ChannelFull, channel_pair
 from moewe.runtime.messages import (
     Abort,
     Delta,
@@ -27,6 +26,7 @@ from moewe.runtime.messages import (
     ToWorker,
 )
 from moewe.runtime.params import SamplingParams
+from moewe.runtime.processes.channel import Channel, ChannelClosed, ChannelFull, channel_pair
 
 
 @pytest.fixture

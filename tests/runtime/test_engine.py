@@ -9,9 +9,9 @@ from moewe.runtime.engine import Engine
 from moewe.runtime.messages import Submit
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.plan import FINISH_ERROR, RankResult, StepResult, TokenLogprobs, pack
+from moewe.runtime.ranks.batch import WorkerBatch
 from moewe.runtime.scheduler import Scheduler
-from moewe.runtime.scheduler_config import SchedulerConfig
-from moewe.runtime.worker_batch import WorkerBatch
+from moewe.runtime.scheduling.limits import SchedulerConfig
 
 from tests.support.fake_worker import VOCAB_SIZE
 

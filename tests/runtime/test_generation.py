@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
 from moewe.runtime.params import SamplingParams
+from moewe.runtime.processes.supervision import process_state
 from moewe.runtime.replicas import ReplicaLost, ReplicaSet
-from moewe.runtime.supervision import process_state
 
 from tests.support.fixtures import checkpoint, random_prompt, reference_greedy
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
-from moewe.runtime.group import Group, GroupParts
-from moewe.runtime.launch import EngineStart, RunDirectory
 from moewe.runtime.messages import AllocateKV, KVAllocated, Loaded, WorkerFailed
 from moewe.runtime.plan import RankPlan, StepHeader, StepPlan
-from moewe.runtime.supervision import Limits, process_state
-from moewe.runtime.workers import PEERS_LOST, RankLost, blame
+from moewe.runtime.processes.group import Group, GroupParts
+from moewe.runtime.processes.launch import EngineStart, RunDirectory
+from moewe.runtime.processes.supervision import Limits, process_state
+from moewe.runtime.processes.workers import PEERS_LOST, RankLost, blame
 
 from tests.support import fake_worker
 from tests.support.fake_worker import Trouble

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from moewe.runtime import sampler_reference
-from moewe.runtime.randomness import philox, uniform
+from moewe.runtime.ranks import sampler_reference
+from moewe.runtime.ranks.randomness import philox, uniform
 from scipy import stats
 
 # The three vectors published with Random123.

@@ -11,15 +11,15 @@ import time
 import numpy as np
 import pytest
 from moewe.models.config import ModelConfig, RotaryConfig
-from moewe.runtime import channel
 from moewe.runtime.balance import EXPECTED_OUTPUT_TOKENS, least_loaded, token_work
-from moewe.runtime.channel import channel_pair
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
-from moewe.runtime.group import GroupParts
-from moewe.runtime.launch import ThreadMember
 from moewe.runtime.messages import Abort, Delta, Failed, FromEngine, Outputs, Stats, Submit, ToEngine
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.plan import pack
+from moewe.runtime.processes import channel
+from moewe.runtime.processes.channel import channel_pair
+from moewe.runtime.processes.group import GroupParts
+from moewe.runtime.processes.launch import ThreadMember
 from moewe.runtime.replica import Replica, Silence
 from moewe.runtime.replicas import ReplicaLost, ReplicaSet
 from moewe.runtime.resolve import Resolved

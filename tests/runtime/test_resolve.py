@@ -7,8 +7,8 @@ import pytest
 import torch
 from moewe.runtime import resolve as resolve_module
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
-from moewe.runtime.launch import EngineStart
 from moewe.runtime.messages import Loaded
+from moewe.runtime.processes.launch import EngineStart
 from moewe.runtime.resolve import kv_blocks, rank_cpus, resolve
 from moewe.runtime.start_up import check_blocks, stall_limits
 

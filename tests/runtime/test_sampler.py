@@ -5,10 +5,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moewe.runtime import sampler, sampler_reference
 from moewe.runtime.params import SamplingParams
-from moewe.runtime.randomness import uniform
-from moewe.runtime.sampler import SamplingRows, finite_rows, sample, token_logprobs
+from moewe.runtime.ranks import sampler, sampler_reference
+from moewe.runtime.ranks.randomness import uniform
+from moewe.runtime.ranks.sampler import SamplingRows, finite_rows, sample, token_logprobs
 from scipy import stats
 
 

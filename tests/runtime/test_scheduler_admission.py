@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from moewe.runtime.admission import AdmissionError, QueueFullError, WaitingQueue
 from moewe.runtime.plan import StepPlan, unpack
 from moewe.runtime.scheduler import Request, Scheduler, SchedulerConfig
+from moewe.runtime.scheduling.admission import AdmissionError, QueueFullError, WaitingQueue
 
 from tests.support.null_worker import EOS, NullEngine, make_request
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from moewe.runtime.plan import Chunk, RankPlan
-from moewe.runtime.policy import fill_evenly, precedence, share_tokens, step_header, step_kind
+from moewe.runtime.scheduling.policy import fill_evenly, precedence, share_tokens, step_header, step_kind
 
 from tests.support.null_worker import make_request
 

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from moewe.runtime.supervision import (
+from moewe.runtime.processes.supervision import (
     Limits,
     Watch,
     Watchdog,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from moewe.runtime.stats import decode_counters, rank_stats
+from moewe.runtime.metrics.stats import decode_counters, rank_stats
 from moewe.telemetry import COMPONENTS, PHASES
 
 from tests.support.comparison import compare_runs

@@ -16,7 +16,7 @@ from moewe.runtime.plan import (
     SamplingState,
     pack,
 )
-from moewe.runtime.worker_batch import WorkerBatch
+from moewe.runtime.ranks.batch import WorkerBatch
 
 BLOCK = 4
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from moewe.runtime.messages import Loading, Stats
-from moewe.runtime.stats import encode_counters, rank_stats
+from moewe.runtime.metrics.stats import encode_counters, rank_stats
 from moewe.server.console import LoadingDisplay, StatsLine, address
 from moewe.telemetry import RankCounters
 

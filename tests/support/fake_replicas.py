@@ -19,9 +19,9 @@ from moewe.models.config import ModelConfig, MoEConfig, RotaryConfig
 from moewe.moe.routing import RoutingConfig
 from moewe.runtime.config import EngineConfig, ModelOptions, ParallelOptions
 from moewe.runtime.messages import Delta, LogprobEntry, RankStats, Ready, Stats
-from moewe.runtime.metrics import Metrics
+from moewe.runtime.metrics.export import Metrics
+from moewe.runtime.metrics.stats import encode_counters, rank_stats
 from moewe.runtime.params import SamplingParams
-from moewe.runtime.stats import encode_counters, rank_stats
 from moewe.runtime.text_output import TextOutput
 from moewe.server.app import build_app
 from moewe.server.hub import Hub

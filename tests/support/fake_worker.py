@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from moewe.runtime.channel import Channel
-from moewe.runtime.child import enter_child, log_as
-from moewe.runtime.launch import WorkerStart, board_path
 from moewe.runtime.messages import Loaded, ToWorker
+from moewe.runtime.metrics.stats import encode_counters
 from moewe.runtime.plan import RankPlan, RankResult, StepHeader, pack
-from moewe.runtime.stats import encode_counters
-from moewe.runtime.worker_batch import WorkerBatch
+from moewe.runtime.processes.channel import Channel
+from moewe.runtime.processes.child import enter_child, log_as
+from moewe.runtime.processes.launch import WorkerStart, board_path
+from moewe.runtime.ranks.batch import WorkerBatch
 from moewe.runtime.worker_main import run_rank
 from moewe.telemetry import ProgressBoard, RankCounters, RankProgress
 

@@ -1,6 +1,6 @@
 """A worker in a thread of its own: calls go in, results come out in order, an error breaks the whole group.
 
-Not a launcher (runtime/launch.py): no channel, no supervision, for tests that want to look inside.
+Not a launcher (runtime/processes/launch.py): no channel, no supervision, for tests that want to look inside.
 Units: seconds. A step's result comes with the rows that reached this rank's experts so far, [L_moe] i64.
 """
 

@@ -1,6 +1,6 @@
 """`Group`: the ranks of one engine, started, watched and ended together.
 
-Not the messages to them (runtime/workers.py) and not the judgement (runtime/supervision.py): this owns their lifetime.
+Not the messages to them (workers.py) and not the judgement (supervision.py): this owns their lifetime.
 Units: seconds. A group of one rank runs it as a thread of the engine, unless told otherwise.
 """
 
@@ -11,17 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..telemetry import ProgressBoard
-from ..topologies import parse_topology
-from .config import EngineConfig
+from ...telemetry import ProgressBoard
+from ...topologies import parse_topology
+from ..config import EngineConfig
+from ..messages import FromWorker, ToWorker
+from ..worker_main import WorkerFactory, run_rank
 from .launch import EngineStart, Member, RunDirectory, WorkerStart, spawn_process, spawn_thread
-from .messages import FromWorker, ToWorker
 from .supervision import Limits, Verdict, Watchdog
-from .worker_main import WorkerFactory, run_rank
 from .workers import Workers
 
 if TYPE_CHECKING:
-    from ..moe.wide_ep.exchange_threads import ThreadHub
+    from ...moe.wide_ep.exchange_threads import ThreadHub
 
 WORKER_MODULE = "moewe.runtime.worker_main"
 STOP_TIMEOUT_S = 5.0

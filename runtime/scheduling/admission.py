@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .limits import SchedulerConfig
 from .policy import Precedence, precedence
 from .request import Request
-from .scheduler_config import SchedulerConfig
 
 
 class AdmissionError(ValueError):

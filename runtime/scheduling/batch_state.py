@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..kvcache.block_pool import BlockPool
+from ...kvcache.block_pool import BlockPool
+from .limits import SchedulerConfig
 from .request import Request, RequestState
-from .scheduler_config import SchedulerConfig
 
 FREE, PREFILL, DECODE = range(3)
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from ..models.config import ModelConfig
-from ..models.footprint import cache_groups, model_footprint
-from ..native.bandwidth import measure_read_bandwidth
-from ..quant import NumberFormat
-from ..topologies import byte_budget, parse_topology
-from .config import EngineConfig
-from .resolve import kv_blocks
+from ...models.config import ModelConfig
+from ...models.footprint import cache_groups, model_footprint
+from ...native.bandwidth import measure_read_bandwidth
+from ...quant import NumberFormat
+from ...topologies import byte_budget, parse_topology
+from ..config import EngineConfig
+from ..resolve import kv_blocks
 
 _GPU_BUFFER_BYTES = 1 << 30
 _GPU_PASSES = 5

@@ -15,8 +15,8 @@ from typing import Protocol
 
 import numpy as np
 
-from ..telemetry import ProgressBoard
-from ..telemetry.progress import STATE, STATE_IDLE, STATE_STARTING, STEP, TICK
+from ...telemetry import ProgressBoard
+from ...telemetry.progress import STATE, STATE_IDLE, STATE_STARTING, STEP, TICK
 
 POLL_S = 0.25
 # A supervisor that was itself suspended must not count the time that it slept through against the ranks.

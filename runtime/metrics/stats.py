@@ -1,6 +1,6 @@
 """Counters of a rank from worker to metrics: bytes in a `RankResult`, `RankStats` in a `Stats`, arrays at the end.
 
-Not counting (telemetry.RankCounters) and not exporting (runtime/metrics.py): only the two encodings between them.
+Not counting (telemetry.RankCounters) and not exporting (runtime/metrics/export.py): the two encodings between them.
 Units: bytes, seconds, tokens, all cumulative. Arrays travel row-major, little-endian: i64, and f64 for seconds.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from ..telemetry import COMPONENTS, PHASES, RankCounters
-from .messages import RankStats
-from .plan import pack, unpack
+from ...telemetry import COMPONENTS, PHASES, RankCounters
+from ..messages import RankStats
+from ..plan import pack, unpack
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -1,6 +1,6 @@
 """What happened to requests and inside the ranks, as Prometheus reads it.
 
-Not the counting inside ranks (telemetry) and not the names (runtime/metrics_table.py). One object a server process;
+Not the counting inside ranks (telemetry) and not the names (runtime/metrics/table.py). One object a server process;
 one thread writes. Requests are counted where clients are served, so the numbers are those that clients see.
 Units: seconds of the monotonic clock, tokens, bytes.
 """
@@ -23,9 +23,9 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from .messages import Delta, Ready, Stats
-from .metrics_ranks import ReplicaMetrics
-from .metrics_table import BY_NAME
+from ..messages import Delta, Ready, Stats
+from .ranks import ReplicaMetrics
+from .table import BY_NAME
 
 REASONS = ("stop", "length", "abort", "error")
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)

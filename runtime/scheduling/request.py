@@ -12,8 +12,8 @@ from enum import Enum
 import msgspec
 import numpy as np
 
-from .params import SamplingParams
-from .plan import TokenLogprobs
+from ..params import SamplingParams
+from ..plan import TokenLogprobs
 
 
 class RequestState(Enum):

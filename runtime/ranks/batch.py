@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .params import GREEDY_TEMPERATURE
-from .plan import FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Admission, Chunk, RankPlan, unpack
+from ..params import GREEDY_TEMPERATURE
+from ..plan import FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Admission, Chunk, RankPlan, unpack
 from .sampler import SamplingRows
 
 FREE = -1

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..telemetry import COMPONENTS
+from ...telemetry import COMPONENTS
 
 # What a step must fetch from memory. Activations stay in caches and exchange bytes travel on a link.
 MEMORY_COMPONENTS = tuple(name for name in COMPONENTS if name not in ("activations", "exchange"))

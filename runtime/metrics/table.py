@@ -1,6 +1,7 @@
 """The table of all metrics: what each is called, what it counts and in which unit. docs/metrics.md is made from it.
 
-Not the values (runtime/metrics.py). Names follow Prometheus: base units, `moewe_` in front, counters end in `_total`.
+Not the values (runtime/metrics/export.py). Names follow Prometheus: base units, `moewe_` in front, counters with
+`_total` at the end.
 Labels are bounded: replicas, ranks, the four phases, the seven components; never layers or experts.
 """
 

@@ -1,6 +1,6 @@
 """When an engine tells its client how it stands, and what it says: the `Stats` message, which is its heartbeat too.
 
-Not metrics (runtime/metrics.py) and not the counters' encoding (runtime/stats.py).
+Not metrics (runtime/metrics/export.py) and not the counters' encoding (runtime/metrics/stats.py).
 Units: seconds. At most twice a second while busy, once when it falls idle, and each second in any case.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from .channel import Channel
-from .engine import Engine
-from .messages import Stats, ToEngine
+from ..engine import Engine
+from ..messages import Stats, ToEngine
+from ..processes.channel import Channel
+from ..processes.workers import Workers
 from .stats import rank_stats
-from .workers import Workers
 
 BUSY_EVERY_S = 0.5
 IDLE_EVERY_S = 1.0

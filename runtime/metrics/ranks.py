@@ -1,7 +1,7 @@
 """Metrics of the ranks of one replica, from the statistics that its engine sends.
 
-Not the requests' side (runtime/metrics.py). Counters are exported as they come; ratios are taken over a moving window
-of one to two minutes, so that a scrape needs no state of its own.
+Not the requests' side (runtime/metrics/export.py). Counters are exported as they come; ratios are taken over a moving
+window of one to two minutes, so that a scrape needs no state of its own.
 Units: bytes, seconds, tokens, blocks; ratios are fractions.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..telemetry import COMPONENTS, PHASES, RankCounters
-from .messages import RankStats, Ready, Stats
+from ...telemetry import COMPONENTS, PHASES, RankCounters
+from ..messages import RankStats, Ready, Stats
 from .saturation import expert_imbalance, memory_bytes, saturation
 from .stats import decode_counters
 

@@ -1,6 +1,6 @@
 """`Workers`: the ranks of a group as the engine sees them: plans go out, results come back in order, losses are named.
 
-Not their start (runtime/launch.py) and not their watch (runtime/supervision.py): this holds one channel a rank.
+Not their start (launch.py) and not their watch (supervision.py): this holds one channel a rank.
 Units: seconds; a step is answered when all ranks answered.
 """
 
@@ -13,11 +13,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from ..messages import Message, RunStep, StepDone, StopWorker, WorkerFailed
+from ..plan import RankResult, StepPlan, StepResult
+from ..worker_main import PEERS_LOST
 from .channel import ChannelClosed
 from .launch import Member
-from .messages import Message, RunStep, StepDone, StopWorker, WorkerFailed
-from .plan import RankResult, StepPlan, StepResult
-from .worker_main import PEERS_LOST
 
 # After the first sign of trouble, how long to wait for what the others have to say before one rank is blamed.
 GRACE_S = 1.0

@@ -1,6 +1,6 @@
 """The choices of the scheduler as pure functions: who goes first, how a step's rows are shared, what its header says.
 
-Not state and not bookkeeping (runtime/scheduler.py, runtime/batch_state.py): plain values in, plain values out.
+Not state and not bookkeeping (runtime/scheduler.py, batch_state.py): plain values in, plain values out.
 Units: tokens (= rows of a step).
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .plan import RankPlan, StepHeader
+from ..plan import RankPlan, StepHeader
 from .request import Request
 
 Precedence = tuple[int, float, str]

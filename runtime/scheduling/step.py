@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..plan import Admission, Chunk, RankPlan, SamplingState, pack
 from .admission import RankLoads
 from .batch_state import DECODE, FREE, PREFILL, BatchState
-from .plan import Admission, Chunk, RankPlan, SamplingState, pack
 from .policy import precedence, share_tokens
 from .request import Request
 

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from ..config import EngineConfig
+from ..messages import Message
 from .channel import Channel
-from .config import EngineConfig
-from .messages import Message
 from .supervision import process_state
 
 

@@ -1,0 +1,1 @@
+"""Channels, processes and threads of engines and ranks, and the watch over them."""

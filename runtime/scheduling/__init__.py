@@ -1,0 +1,1 @@
+"""The parts of the scheduler: limits, requests, admission, policy, batch state, and the writing of plans."""
