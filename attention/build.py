@@ -19,7 +19,7 @@ SMALLEST_BUCKET_BLOCKS = 8  # reading a little padding costs less than one more 
 
 
 class SegmentRows(Protocol):
-    """What is read of a run of rows of one sequence (runtime/worker_batch.py has it in numpy)."""
+    """What is read of a run of rows of one sequence (runtime/ranks/batch.py has it in numpy)."""
 
     @property
     def row_start(self) -> int:
