@@ -68,7 +68,7 @@ def test_second_call_takes_what_the_first_built(stand_in: list[str], tmp_path: P
     assert ensure_demo_checkpoint(target) == target
     assert ensure_demo_checkpoint(target) == target
     assert stand_in == ["built"]
-    assert names(target) == ["LICENSE", "config.json", "model.safetensors", "moewe-demo.json"]
+    assert names(target) == ["LICENSE", "README.md", "config.json", "model.safetensors", "moewe-demo.json"]
     assert names(target.parent) == ["demo"], "no lock file, no scratch folder"
 
 

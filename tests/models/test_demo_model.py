@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from tokenizers import Tokenizer
-
 from moewe.models.demo import checkpoint, ensure_demo_checkpoint
 from moewe.models.demo.dense_source import to_rotate_half
 from moewe.models.demo.weights import load_carving, to_bf16, write_safetensors
+from safetensors import safe_open
+from tokenizers import Tokenizer
 
 CONVERSATIONS = Path(checkpoint.__file__).with_name("conversations.json")
-WEIGHTS_SHA256 = "@@"
+WEIGHTS_SHA256 = "5fdcb2df17a91491f27354b1601a4b8fd33130364f28a1edb0505747bac3afa3"
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +42,7 @@ def test_files_are_the_expected_ones(demo: Path) -> None:
     marker = json.loads((demo / "moewe-demo.json").read_text())
     assert marker["sha256"]["model.safetensors"] == WEIGHTS_SHA256
     assert "Apache License" in (demo / "LICENSE").read_text()
+    assert "SmolLM2-135M-Instruct by Hugging Face" in (demo / "README.md").read_text()
     config = json.loads((demo / "config.json").read_text())
     assert (config["n_routed_experts"], config["num_experts_per_tok"], config["n_shared_experts"]) == (16, 12, 8)
     assert json.loads((demo / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
@@ -63,7 +63,9 @@ def test_chat_template_is_the_source_model_s(demo: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(demo)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
+    )
     assert text.startswith("<|im_start|>system\n") and text.endswith("user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer(text).input_ids == Tokenizer.from_file(str(demo / "tokenizer.json")).encode(text).ids
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
@@ -125,10 +127,10 @@ def test_experts_are_all_used_with_weights_near_one(demo: Path, model: Any) -> N
     for layer in seen:
         weights, chosen = (torch.cat(parts) for parts in zip(*layer))  # [T, K] both
         assert torch.allclose(weights.sum(1), torch.tensor(12.0), atol=1e-3)
-        assert 0.75 < weights.min() and weights.max() < 1.35
+        assert (weights - 1).abs().mean() < 0.06 and weights.min() > 0.6 and weights.max() < 1.6
         share = torch.bincount(chosen.flatten(), minlength=16) / len(chosen)
         assert share.min() > 0.1, "a dead expert"
-    assert math.exp(loss) < 99.0
+    assert math.exp(loss) < 45.0
 
 
 def held_out_loss(loaded: Any, demo: Path) -> float:
