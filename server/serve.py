@@ -1,6 +1,6 @@
 """The life of a server process: HTTP from the first moment, engines behind it, and an end that leaves nothing behind.
 
-Not routes (server/app.py) and not engines (runtime/replicas.py). SIGTERM drains, a second one or the deadline ends by
+Not routes (server/http.py) and not engines (runtime/replicas.py). SIGTERM drains, a second one or the deadline ends by
 force, SIGINT ends at once, a lost engine ends the server after a moment in which /health says so.
 Units: seconds. Exit codes: 0 drained, 1 could not start or ended by force, 3 an engine was lost, 130 interrupted.
 """
@@ -25,7 +25,7 @@ from ..runtime.metrics.export import Metrics
 from ..runtime.replicas import ReplicaSet
 from ..runtime.resolve import Resolved, resolve
 from ..text import ChatTemplate, load_tokenizer
-from .app import build_app
+from .http import build_app
 from .console import LoadingDisplay, StatsLine, address
 from .hub import Hub
 from .options import VERSION, ServerOptions

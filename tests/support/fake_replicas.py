@@ -23,7 +23,7 @@ from moewe.runtime.metrics.export import Metrics
 from moewe.runtime.metrics.stats import encode_counters, rank_stats
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.text_output import TextOutput
-from moewe.server.app import build_app
+from moewe.server.http import build_app
 from moewe.server.hub import Hub
 from moewe.server.options import ServerOptions
 from moewe.server.state import Phase, ServerState
