@@ -1,6 +1,7 @@
 """Measures how fast this machine's memory can be read: the ceiling that saturation is a share of.
 
 Not a hardware table and not a counter of a running engine. numpy sums a buffer, without the interpreter lock.
+Ranks that share a memory share its ceiling: they measure at the same time (runtime/worker.py has them begin together).
 Units: bytes, bytes/s.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,6 +23,8 @@ _FALLBACK_LLC_BYTES = 32 << 20
 _FILL_SECONDS = 0.6
 _PASS_SECONDS = 0.4
 _PIECE_ELEMENTS = (16 << 20) // 8
+# Passes that end later only keep the memory busy for ranks that began a little later.
+_COUNTED_SHARE = 0.75
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,15 @@ def llc_bytes() -> int:
     return sizes[max(sizes)] if sizes else _FALLBACK_LLC_BYTES
 
 
+def available_bytes() -> int:
+    """Return the memory that can be had without swapping, caches that the kernel would drop included."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
 def buffer_size(llc: int, free_bytes: int) -> int:
     """Return how many bytes to stream: twice the cache, within 1 GiB and an eighth of the free memory.
 
@@ -63,27 +76,28 @@ def buffer_size(llc: int, free_bytes: int) -> int:
 
 
 @cache
-def measure_read_bandwidth(threads: int) -> Bandwidth:
+def measure_read_bandwidth(threads: int, num_together: int = 1) -> Bandwidth:
     """Return how fast `threads` threads together read memory; measured once for the process, in about a second.
 
     Args:
         threads: at least 1; each reads its own part of the buffer, which it also touched first.
+        num_together: how many call this at the same time; they share the memory, so each gets its share of the ceiling.
     """
     if threads < 1:
         raise ValueError(f"threads={threads} is not allowed; use at least 1")
-    num_bytes = buffer_size(llc_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
+    num_bytes = buffer_size(llc_bytes(), available_bytes() // num_together)
     parts = np.array_split(np.empty(num_bytes // 8), threads)
     best = float("inf")
     with ThreadPoolExecutor(threads) as pool:
         parts = list(pool.map(_touched, parts))
         num_bytes = sum(part.nbytes for part in parts)
-        deadline = time.perf_counter() + _PASS_SECONDS
-        while True:
-            start = time.perf_counter()
+        now = begin = time.perf_counter()
+        while now < begin + _PASS_SECONDS:
+            start = now
             list(pool.map(np.sum, parts))
-            best = min(best, time.perf_counter() - start)
-            if time.perf_counter() >= deadline:
-                break
+            now = time.perf_counter()
+            if best == float("inf") or now <= begin + _COUNTED_SHARE * _PASS_SECONDS:
+                best = min(best, now - start)
     return Bandwidth(
         bytes_per_second=num_bytes / best,
         buffer_bytes=num_bytes,

@@ -82,7 +82,7 @@ class EngineLoop:
             if ready is not None:
                 self._engine = self._make_engine(group, ready, tokenizer)
                 on_host = self._start.config.parallel.device == "cpu"
-                self._reporter.cache_resident = on_host and sum(ready.weight_bytes) <= llc_bytes()
+                self._reporter.cache_resident |= on_host and sum(ready.weight_bytes) <= llc_bytes()
                 self._client.send(ready)
                 self._serve(self._engine)
             group.stop()
@@ -122,7 +122,7 @@ class EngineLoop:
         """Bring all ranks to the point where they wait for plans; None when `Shutdown` came first."""
         num_ranks = group.workers.num_ranks
         loaded: dict[int, Loaded] = {}
-        allocated: set[int] = set()
+        allocated: dict[int, KVAllocated] = {}
         num_blocks = 0
         while len(allocated) < num_ranks:
             self._listen(group)
@@ -139,19 +139,21 @@ class EngineLoop:
                             check_blocks(self._start, num_blocks)
                             group.workers.broadcast(AllocateKV(num_blocks=num_blocks))
                     case KVAllocated():
-                        allocated.add(message.rank)
+                        allocated[message.rank] = message
             self._report(None)
-        ranks = [loaded[rank] for rank in range(num_ranks)]
+        ranks = [(loaded[rank], allocated[rank]) for rank in range(num_ranks)]
         group.all_met(stall_limits(self._start, ranks))
+        assert self._reporter is not None
+        self._reporter.cache_resident = any(warm.cache_resident for _, warm in ranks)
         config = self._start.config
         return Ready(
             num_blocks=num_blocks,
             block_size=config.cache.block_size,
             max_model_len=min(config.model.max_model_len or 1 << 30, num_blocks * config.cache.block_size),
             max_num_seqs=config.schedule.max_num_seqs,
-            memory_bandwidth=tuple(rank.memory_bandwidth for rank in ranks),
-            weight_bytes=tuple(rank.weight_bytes for rank in ranks),
-            weight_bytes_read=tuple(rank.weight_bytes_read for rank in ranks),
+            memory_bandwidth=tuple(warm.memory_bandwidth for _, warm in ranks),
+            weight_bytes=tuple(rank.weight_bytes for rank, _ in ranks),
+            weight_bytes_read=tuple(rank.weight_bytes_read for rank, _ in ranks),
             pids=tuple(member.pid for member in group.workers.members),
         )
 

@@ -95,7 +95,7 @@ class Ready(Message, frozen=True, kw_only=True):
         block_size: tokens a block.
         max_model_len: longest sequence accepted, prompt and output.
         max_num_seqs: sequences a rank runs at once.
-        memory_bandwidth: measured read ceiling of a rank, bytes/s.
+        memory_bandwidth: measured read ceiling of each rank while all of them read, bytes/s.
         weight_bytes: per rank, bytes of weights held.
         weight_bytes_read: per rank, bytes read from disk.
         pids: worker processes (the engine's own pid for ranks that are threads).
@@ -176,14 +176,20 @@ class Loaded(Message, frozen=True, kw_only=True):
     num_blocks: int
     weight_bytes: int
     weight_bytes_read: int
-    memory_bandwidth: float
     pid: int
 
 
 class KVAllocated(Message, frozen=True, kw_only=True):
-    """KV is allocated and the rank is warm."""
+    """KV is allocated and the rank is warm.
+
+    Attributes:
+        memory_bandwidth: how fast this rank reads memory while all others do too, bytes/s.
+        cache_resident: that was measured in a cache, and says nothing about memory.
+    """
 
     rank: int
+    memory_bandwidth: float
+    cache_resident: bool = False
 
 
 class StepDone(Message, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from .messages import Loaded
+from .messages import KVAllocated, Loaded
 from .processes.launch import EngineStart
 from .processes.supervision import Limits, predicted_layer_s
 
@@ -38,16 +38,16 @@ def check_blocks(start: EngineStart, num_blocks: int) -> None:
     log.info("max_model_len: %d, lowered from %d to what KV holds", tokens, wanted)
 
 
-def stall_limits(start: EngineStart, ranks: Sequence[Loaded]) -> Limits:
+def stall_limits(start: EngineStart, ranks: Sequence[tuple[Loaded, KVAllocated]]) -> Limits:
     """Return how long a rank may stand still in a step: more where a large model meets a slow machine."""
     schedule = start.config.schedule
     layer_s = max(
         predicted_layer_s(
-            weight_bytes=rank.weight_bytes,
+            weight_bytes=loaded.weight_bytes,
             num_layers=start.num_layers,
-            memory_bandwidth=rank.memory_bandwidth,
+            memory_bandwidth=allocated.memory_bandwidth,
             num_rows=schedule.max_num_batched_tokens,
         )
-        for rank in ranks
+        for loaded, allocated in ranks
     )
     return Limits(stall_s=max(schedule.stall_timeout_s, 4 * layer_s))

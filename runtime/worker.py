@@ -25,7 +25,7 @@ from ..moe.wide_ep.placement import ExpertPlacement
 from ..quant import parse_format
 from ..telemetry import RankCounters, RankProgress
 from .config import EngineConfig
-from .messages import Loaded
+from .messages import KVAllocated, Loaded
 from .metrics.stats import encode_counters
 from .plan import FINISH_ERROR, Admission, Chunk, RankPlan, RankResult, SamplingState, StepHeader, TokenLogprobs, pack
 from .ranks.batch import StepRows, WorkerBatch
@@ -100,7 +100,7 @@ class Worker:
         return self._batch
 
     def load(self) -> Loaded:
-        """Read this rank's weights, measure memory, and say how many KV blocks fit beside them."""
+        """Read this rank's weights and say how many KV blocks fit beside them."""
         options = self.config.model
         report = load_weights(
             Path(options.path),
@@ -128,12 +128,14 @@ class Worker:
             num_blocks=blocks_that_fit(self.config, self.model_config, self.number_format, self.device),
             weight_bytes=report.bytes_held,
             weight_bytes_read=report.bytes_read,
-            memory_bandwidth=read_bandwidth(self.device),
             pid=os.getpid(),
         )
 
-    def allocate(self, num_blocks: int) -> None:
-        """Hold `num_blocks` KV blocks and run two steps on a made-up sequence. A collective: all ranks do it."""
+    def allocate(self, num_blocks: int) -> KVAllocated:
+        """Hold `num_blocks` KV blocks, run two steps on a made-up sequence, and measure the memory.
+
+        A collective: all ranks do it. The steps end on all of them at the same moment, so they measure together.
+        """
         config, model = self.config, self.model_config
         self._storage = KVStorage(
             cache_groups(model, dtype=self.number_format),
@@ -148,6 +150,10 @@ class Worker:
             num_slots=config.schedule.max_num_seqs, max_model_len=max_model_len, block_size=config.cache.block_size
         )
         self._warm_up()
+        measured = read_bandwidth(self.device, self.num_ranks)
+        return KVAllocated(
+            rank=self.rank, memory_bandwidth=measured.bytes_per_second, cache_resident=measured.cache_resident
+        )
 
     @torch.inference_mode()
     def run(self, header: StepHeader, plan: RankPlan) -> RankResult:

@@ -59,8 +59,8 @@ class RankWorker(Protocol):
         """Put weights in place."""
         ...
 
-    def allocate(self, num_blocks: int) -> None:
-        """Hold KV and run a warm-up step, with all ranks of the group."""
+    def allocate(self, num_blocks: int) -> KVAllocated:
+        """Hold KV, run a warm-up step and measure the memory, with all ranks of the group."""
         ...
 
     def run(self, header: StepHeader, plan: RankPlan) -> RankResult:
@@ -124,9 +124,9 @@ def _serve(channel: Channel[ToWorker], worker: RankWorker, rank: int, progress: 
                 progress.enter(STATE_IDLE, header.step)
                 _send_alive(channel, StepDone(rank=rank, result=result), progress)
             case AllocateKV(num_blocks=num_blocks):
-                worker.allocate(num_blocks)
+                allocated = worker.allocate(num_blocks)
                 progress.enter(STATE_IDLE, -1)
-                _send_alive(channel, KVAllocated(rank=rank), progress)
+                _send_alive(channel, allocated, progress)
             case StopWorker():
                 return True
 

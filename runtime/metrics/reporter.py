@@ -28,7 +28,8 @@ class StatsReporter:
         clock: monotonic seconds.
 
     Attributes:
-        cache_resident: the weights of all ranks fit the host's last-level cache, so memory may not be read at all.
+        cache_resident: the weights of all ranks fit the host's last-level cache, so memory may not be read at all; or a
+            ceiling was measured in a cache.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What one rank's memory can hold and how fast it is read: the two figures that a rank reports once it has loaded.
+"""What one rank's memory can hold, reported once it has loaded, and how fast it is read, once all ranks are warm.
 
 Not a budget (topologies/budget.py estimates before loading) and not an allocation (runtime/worker.py).
 Units: bytes, bytes/s, blocks.
@@ -10,7 +10,7 @@ import torch
 
 from ...models.config import ModelConfig
 from ...models.footprint import cache_groups, model_footprint
-from ...native.bandwidth import measure_read_bandwidth
+from ...native.bandwidth import Bandwidth, measure_read_bandwidth
 from ...quant import NumberFormat
 from ...topologies import byte_budget, parse_topology
 from ..config import EngineConfig
@@ -43,10 +43,10 @@ def blocks_that_fit(config: EngineConfig, model: ModelConfig, number_format: Num
     return kv_blocks(cache, block_bytes=block_bytes, free_bytes=left, useful_blocks=useful)
 
 
-def read_bandwidth(device: torch.device) -> float:
-    """Return how fast this rank reads the memory that holds its weights, in bytes/s."""
+def read_bandwidth(device: torch.device, num_ranks: int) -> Bandwidth:
+    """Measure how fast this rank reads the memory that holds its weights, with `num_ranks` ranks at it together."""
     if device.type == "cpu":
-        return measure_read_bandwidth(torch.get_num_threads()).bytes_per_second
+        return measure_read_bandwidth(torch.get_num_threads(), num_ranks)
     buffer = torch.ones(_GPU_BUFFER_BYTES // 4, device=device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     best_ms = float("inf")
@@ -56,4 +56,4 @@ def read_bandwidth(device: torch.device) -> float:
         end.record()
         end.synchronize()
         best_ms = min(best_ms, start.elapsed_time(end))
-    return _GPU_BUFFER_BYTES / (best_ms * 1e-3)
+    return Bandwidth(_GPU_BUFFER_BYTES / (best_ms * 1e-3), _GPU_BUFFER_BYTES, cache_resident=False)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from moewe.native import bandwidth
-from moewe.native.bandwidth import buffer_size, llc_bytes, measure_read_bandwidth
+from moewe.native.bandwidth import available_bytes, buffer_size, llc_bytes, measure_read_bandwidth
 
 MIB = 1 << 20
 
@@ -44,6 +46,21 @@ def test_a_buffer_within_the_cache_is_flagged(monkeypatch: pytest.MonkeyPatch) -
 
 def test_this_machine_has_a_cache() -> None:
     assert llc_bytes() >= MIB
+
+
+def test_ranks_that_measure_together_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(bandwidth, "available_bytes", lambda: 8 << 30)
+    monkeypatch.setattr(bandwidth, "buffer_size", lambda llc, free: asked.append(free) or 16 * MIB)
+    monkeypatch.setattr(bandwidth, "_PASS_SECONDS", 0.01)
+    measure_read_bandwidth.cache_clear()
+    assert measure_read_bandwidth(1) is not measure_read_bandwidth(1, 4)
+    assert asked == [8 << 30, 2 << 30]
+    measure_read_bandwidth.cache_clear()
+
+
+def test_available_memory_counts_what_the_kernel_would_drop() -> None:
+    assert 0 < available_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_no_threads_is_refused() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from moewe.runtime import resolve as resolve_module
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
-from moewe.runtime.messages import Loaded
+from moewe.runtime.messages import KVAllocated, Loaded
 from moewe.runtime.processes.launch import EngineStart
 from moewe.runtime.resolve import kv_blocks, rank_cpus, resolve
 from moewe.runtime.start_up import check_blocks, stall_limits
@@ -185,8 +185,9 @@ def test_engine_refuses_a_pool_below_the_length_that_was_asked_for():
 
 
 def test_patience_grows_with_the_time_of_a_layer():
-    def loaded(weight_bytes):
-        return Loaded(rank=0, num_blocks=1, weight_bytes=weight_bytes, weight_bytes_read=0, memory_bandwidth=1e9, pid=1)
+    def rank(weight_bytes):
+        loaded = Loaded(rank=0, num_blocks=1, weight_bytes=weight_bytes, weight_bytes_read=0, pid=1)
+        return loaded, KVAllocated(rank=0, memory_bandwidth=1e9)
 
-    assert stall_limits(engine_start(), [loaded(1000)]).stall_s == ScheduleOptions().stall_timeout_s
-    assert stall_limits(engine_start(), [loaded(1000), loaded(10**9)]).stall_s == 4 * 0.1 * 128
+    assert stall_limits(engine_start(), [rank(1000)]).stall_s == ScheduleOptions().stall_timeout_s
+    assert stall_limits(engine_start(), [rank(1000), rank(10**9)]).stall_s == 4 * 0.1 * 128

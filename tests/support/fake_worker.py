@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from moewe.runtime.messages import Loaded, ToWorker
+from moewe.runtime.messages import KVAllocated, Loaded, ToWorker
 from moewe.runtime.metrics.stats import encode_counters
 from moewe.runtime.plan import RankPlan, RankResult, StepHeader, pack
 from moewe.runtime.processes.channel import Channel
@@ -76,17 +76,17 @@ class FakeWorker:
             num_blocks=self._start.config.cache.num_blocks or 64,
             weight_bytes=1000,
             weight_bytes_read=1000,
-            memory_bandwidth=1e9,
             pid=os.getpid(),
         )
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: int) -> KVAllocated:
         schedule, cache = self._start.config.schedule, self._start.config.cache
         self._batch = WorkerBatch(
             num_slots=schedule.max_num_seqs,
             max_model_len=num_blocks * cache.block_size + 1,
             block_size=cache.block_size,
         )
+        return KVAllocated(rank=self._start.rank, memory_bandwidth=1e9, cache_resident=False)
 
     def run(self, header: StepHeader, plan: RankPlan) -> RankResult:
         self._trouble.strike(self._start.rank, header.step)

@@ -98,7 +98,7 @@ class Group:
         ]
         self.workers = [rank.worker for rank in self.ranks]
         self.loaded = self._all("load")
-        self._all("allocate", setup.num_blocks)
+        self.allocated = self._all("allocate", setup.num_blocks)
         for rank, worker in enumerate(self.workers):
             worker.observer = self._observer(rank)
         self.scheduler = Scheduler(setup.scheduler_config(self.model, self.num_ranks))
