@@ -13,6 +13,7 @@ import time
 from collections import deque
 
 import numpy as np
+
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.plan import FINISH_LENGTH, RankPlan, RankResult, StepPlan, StepResult, pack, unpack
 from moewe.runtime.scheduler import Request, Scheduler, SchedulerConfig

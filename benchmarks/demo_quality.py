@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from moewe.models.demo import ensure_demo_checkpoint
 from moewe.models.demo.calibration import TextSets
 from moewe.models.demo.carve import dense_model

@@ -35,12 +35,12 @@ class ServerProcess:
     """A server on a free port; on leaving the context it and all its children are killed.
 
     Args:
-        model: folder of the checkpoint.
+        model: folder of the checkpoint, or the word `demo`.
         flags: further command-line flags.
         wait: return only when /ready answers 200.
     """
 
-    def __init__(self, model: Path, *flags: str, topology: str = "EP2DP1", wait: bool = True) -> None:
+    def __init__(self, model: Path | str, *flags: str, topology: str = "EP2DP1", wait: bool = True) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in __exit__

@@ -1,0 +1,131 @@
+"""How much of a decode step is Python, outside torch? 16 requests, 24 layers, 32 experts top-8, as bench-1b.
+
+Widths are tiny, so that torch's share is small and the difference of two small numbers is meant seriously:
+outside torch = wall time of a step (nothing attached) - time inside torch's top-level operations (torch.profiler, which
+counts an operation from its first line of C++ to its last). What the binding does before that line counts as Python.
+
+    python benchmarks/step_overhead.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import records
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from moewe.models.families import load_config
+from moewe.moe.wide_ep.exchange_local import LocalExchange
+from moewe.moe.wide_ep.placement import linear_placement
+from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ScheduleOptions
+from moewe.runtime.params import SamplingParams
+from moewe.runtime.plan import StepPlan, StepResult
+from moewe.runtime.scheduler import Request, Scheduler, SchedulerConfig
+from moewe.runtime.worker import Worker
+from moewe.telemetry import ProgressBoard
+
+REQUESTS, PROMPT_TOKENS, BLOCKS, SLOTS = 16, 128, 512, 64
+CONFIG = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 1024, "hidden_size": 32,
+    "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8, "num_experts": 32,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 16, "intermediate_size": 16, "norm_topk_prob": True,
+    "tie_word_embeddings": True, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False,
+    "dtype": "bfloat16", "use_sliding_window": False,
+}  # fmt: skip
+
+
+def make_worker(folder: Path) -> Worker:
+    """Return one rank with dummy weights of the tiny widths."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    model = load_config(folder)
+    assert model.moe is not None
+    experts = model.moe.routing.num_experts
+    worker = Worker(
+        EngineConfig(
+            model=ModelOptions(model="tiny", path=str(folder), load_format="dummy", max_model_len=1024),
+            cache=CacheOptions(num_blocks=BLOCKS),
+            schedule=ScheduleOptions(max_num_seqs=SLOTS),
+        ),
+        rank=0,
+        num_ranks=1,
+        exchange=LocalExchange(experts),
+        placement=linear_placement(len(model.moe_layers), experts, 1),
+        progress=ProgressBoard(1).rank(0),
+        on_loading=lambda done, total: None,
+    )
+    worker.load()
+    worker.allocate(BLOCKS)
+    return worker
+
+
+def top_level_ms(worker: Worker, plan: StepPlan) -> tuple[float, StepResult]:
+    """Run one step under the profiler; return the time inside top-level torch operations."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        result = worker.run(plan.header, plan.ranks[0])
+    outermost = [event for event in profiled.events() if event.cpu_parent is None and event.name.startswith("aten::")]
+    return sum(event.cpu_time_total for event in outermost) / 1e3, StepResult(step=plan.header.step, ranks=(result,))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    limits = SchedulerConfig(
+        num_ranks=1, num_blocks=BLOCKS, block_size=16, max_model_len=1024, max_num_seqs=SLOTS,
+        max_num_batched_tokens=512,
+    )  # fmt: skip
+    scheduler = Scheduler(limits)
+    prompts = np.random.default_rng(0).integers(1, 1024, (REQUESTS, PROMPT_TOKENS), dtype=np.int32)
+    params = SamplingParams(max_tokens=args.steps + 100, temperature=0, ignore_eos=True)
+    for i, prompt in enumerate(prompts):
+        scheduler.add(Request(f"r{i}", prompt, params, seed=i, priority=0, arrival=float(i)))
+    wall: list[float] = []
+    inside: list[float] = []
+    planning: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        worker = make_worker(Path(folder))
+        for step in range(args.steps + 20):
+            start = time.perf_counter()
+            plan = scheduler.schedule()
+            assert plan is not None
+            planned = time.perf_counter()
+            steady = plan.header.kind == "decode" and plan.ranks[0].num_decodes == REQUESTS
+            if steady and step % 10 == 0:
+                spent, result = top_level_ms(worker, plan)
+                inside.append(spent)
+                scheduler.apply(result)
+                continue
+            rank_result = worker.run(plan.header, plan.ranks[0])
+            ran = time.perf_counter()
+            assert len(rank_result.tokens) == 4 * REQUESTS or not steady
+            scheduler.apply(StepResult(step=plan.header.step, ranks=(rank_result,)))
+            if steady:
+                wall.append((ran - planned) * 1e3)
+                planning.append((planned - start + time.perf_counter() - ran) * 1e3)
+    results: dict[str, Any] = {
+        "step_ms": records.summary(wall),
+        "inside_torch_ms": records.summary(inside),
+        "planning_ms": records.summary(planning),
+    }
+    outside = results["step_ms"]["median"] - results["inside_torch_ms"]["median"]
+    results["outside_torch_ms"] = outside
+    print(
+        f"a step of {REQUESTS} requests: {results['step_ms']['median']:.2f} ms, of it inside torch operations "
+        f"{results['inside_torch_ms']['median']:.2f} ms, outside {outside:.2f} ms; planning and booking beside it "
+        f"{results['planning_ms']['median']:.2f} ms (1 thread)"
+    )
+    records.write("step_overhead", results, args.out)
+
+
+if __name__ == "__main__":
+    main()
