@@ -48,6 +48,12 @@ class LogprobEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     decoded_token: str | None
 
 
+# Why a request was not run: it never can be, too many wait, the engine does not keep up, or it is about to end.
+INVALID_REQUEST, QUEUE_FULL, ENGINE_BUSY, SHUTTING_DOWN = ERROR_CODES = (
+    "invalid_request", "queue_full", "engine_busy", "shutting_down",
+)  # fmt: skip
+
+
 class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What became known of one request since its last delta.
 
@@ -58,6 +64,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         logprobs: per new token, candidates with the chosen token first; empty when not asked.
         finish_reason: None while running; `stop`, `length`, `abort` or `error`.
         error: what went wrong when `finish_reason` is `error`.
+        error_code: the same for programs: one of ERROR_CODES, or None when the engine itself failed.
         first_scheduled: monotonic seconds at which the request first ran; 0 before.
         num_preemptions: how often it was preempted so far.
     """
@@ -70,6 +77,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     error: str | None = None
     first_scheduled: float = 0.0
     num_preemptions: int = 0
+    error_code: str | None = None
 
 
 class Outputs(Message, frozen=True, kw_only=True):
@@ -199,6 +207,13 @@ class StepDone(Message, frozen=True, kw_only=True):
     result: RankResult
 
 
+class RankCounted(Message, frozen=True, kw_only=True):
+    """Counters of an idle rank that had not gone out with a result (`RankResult.counters`)."""
+
+    rank: int
+    counters: bytes
+
+
 class WorkerFailed(Message, frozen=True, kw_only=True):
     """An exception ended the worker. `user_error` marks a mistake that the user can mend (bad checkpoint)."""
 
@@ -210,4 +225,4 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
 ToEngine = Submit | Abort | Shutdown
 FromEngine = Outputs | Loading | Ready | Stats | Failed | Stopped
 ToWorker = AllocateKV | RunStep | StopWorker
-FromWorker = Loaded | KVAllocated | StepDone | WorkerFailed | Loading
+FromWorker = Loaded | KVAllocated | StepDone | RankCounted | WorkerFailed | Loading

@@ -34,6 +34,7 @@ from .ranks.sampler import finite_rows, sample, token_logprobs
 
 COUNTERS_EVERY_S = 0.25
 WARM_UP_TOKENS = 8
+WARM_UP_STEPS = (-2, -1)
 
 # Sees every step: what ran, the final hidden states [T, D], and whose row each is, sequence ids [T] i64.
 Observer = Callable[[ForwardBatch, torch.Tensor, np.ndarray], None]
@@ -80,6 +81,8 @@ class Worker:
         self._storage: KVStorage | None = None
         self._batch: WorkerBatch | None = None
         self._counters_sent = 0.0
+        self._counters_due = False
+        self._next_step = WARM_UP_STEPS[0]
 
     @property
     def decoder(self) -> Decoder:
@@ -157,10 +160,20 @@ class Worker:
 
     @torch.inference_mode()
     def run(self, header: StepHeader, plan: RankPlan) -> RankResult:
-        """Run one step. A collective: every rank calls it for every step, with or without rows of its own."""
+        """Run one step. A collective: every rank calls it for every step, with or without rows of its own.
+
+        Raises:
+            RuntimeError: the engine and this rank disagree about what the step is.
+        """
         started = time.perf_counter()
+        self._check_header(header)
         self.batch.apply(plan, snapshot=header.snapshot)
         rows = self.batch.rows(plan.chunks)
+        if rows.decode_slots.size > plan.num_decodes:
+            raise RuntimeError(
+                f"step {header.step}: {rows.decode_slots.size} sequences decode on rank {self.rank}, "
+                f"but the plan counts {plan.num_decodes}"
+            )
         self.counters.begin_step(header.kind, rows.num_rows)
         forward = self._to_device(rows)
         hidden = self.decoder.forward(forward, self.storage)
@@ -187,6 +200,20 @@ class Worker:
             busy_seconds=busy,
             counters=self._due_counters(),
         )
+
+    def late_counters(self) -> bytes:
+        """Return the counters when some of them have not gone out with a result; else nothing."""
+        return self._encoded_counters() if self._counters_due else b""
+
+    def _check_header(self, header: StepHeader) -> None:
+        if header.exchange != self._exchange.name:
+            raise RuntimeError(
+                f"step {header.step} uses the exchange {header.exchange!r}, but rank {self.rank} joined "
+                f"{self._exchange.name!r}"
+            )
+        if header.step != self._next_step and not header.snapshot:
+            raise RuntimeError(f"step {header.step} came to rank {self.rank}, but step {self._next_step} is next")
+        self._next_step = header.step + 1
 
     def _to_device(self, rows: StepRows) -> ForwardBatch:
         def move(array: np.ndarray) -> torch.Tensor:
@@ -254,10 +281,13 @@ class Worker:
 
     def _due_counters(self) -> bytes:
         """Return the counters every quarter second, and when nothing runs any more."""
-        now = time.monotonic()
-        if now - self._counters_sent < COUNTERS_EVERY_S and self.batch.num_running:
+        self._counters_due = True
+        if time.monotonic() - self._counters_sent < COUNTERS_EVERY_S and self.batch.num_running:
             return b""
-        self._counters_sent = now
+        return self._encoded_counters()
+
+    def _encoded_counters(self) -> bytes:
+        self._counters_sent, self._counters_due = time.monotonic(), False
         return encode_counters(self.counters)
 
     def _warm_up(self) -> None:
@@ -269,12 +299,15 @@ class Worker:
         chunk = Chunk(slot=0, start=0, num_tokens=num_tokens, samples=True)
         num_blocks = min(self.storage.num_blocks, -(-(num_tokens + 1) // self.config.cache.block_size))
         table = np.array([(0, 0, i, i) for i in range(num_blocks)])
-        header = StepHeader(step=-1, epoch=0, kind="prefill", bucket=num_tokens, exchange=self._exchange.name)
-        self.run(header, RankPlan(admitted=(prompt,), grants=pack(table), chunks=(chunk,)))
-        self.run(header, RankPlan(num_decodes=1))
+        plans = (RankPlan(admitted=(prompt,), grants=pack(table), chunks=(chunk,)), RankPlan(num_decodes=1))
+        for step, plan in zip(WARM_UP_STEPS, plans, strict=True):
+            self.run(
+                StepHeader(step=step, epoch=0, kind="prefill", bucket=num_tokens, exchange=self._exchange.name), plan
+            )
         self.batch.apply(RankPlan(), snapshot=True)
         self.storage.zero_blocks(range(num_blocks))
         for values in (self.counters.bytes_moved, self.counters.busy_seconds, self.counters.steps):
             values[...] = 0
         self.counters.tokens[...] = 0
         self.counters.expert_tokens[...] = 0
+        self._counters_due = False

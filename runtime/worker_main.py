@@ -24,6 +24,7 @@ from .messages import (
     Loaded,
     Loading,
     Message,
+    RankCounted,
     RunStep,
     StepDone,
     StopWorker,
@@ -65,6 +66,10 @@ class RankWorker(Protocol):
 
     def run(self, header: StepHeader, plan: RankPlan) -> RankResult:
         """Run one step, with all ranks of the group."""
+        ...
+
+    def late_counters(self) -> bytes:
+        """Return the counters when some of them have not gone out with a result; else nothing."""
         ...
 
 
@@ -117,7 +122,9 @@ def _serve(channel: Channel[ToWorker], worker: RankWorker, rank: int, progress: 
         progress.heartbeat()
         match message:
             case None:
-                continue
+                # A stop string or an abort ends a request behind this rank's back: its last counters go out now.
+                if counters := worker.late_counters():
+                    _send_alive(channel, RankCounted(rank=rank, counters=counters), progress)
             case RunStep(header=header, plan=plan):
                 progress.enter(STATE_BUSY, header.step)
                 result = worker.run(header, plan)

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from ..messages import Message, RunStep, StepDone, StopWorker, WorkerFailed
+from ..messages import Message, RankCounted, RunStep, StepDone, StopWorker, WorkerFailed
 from ..plan import RankResult, StepPlan, StepResult
 from ..worker_main import PEERS_LOST
 from .channel import ChannelClosed
@@ -42,7 +42,7 @@ class Workers:
         members: index = rank; this object ends them.
 
     Attributes:
-        counters: per rank, the newest counters that came with a result (`stats.encode_counters`); empty before.
+        counters: per rank, the newest counters that came (`stats.encode_counters`); empty before.
     """
 
     def __init__(self, members: Sequence[Member]) -> None:
@@ -130,6 +130,8 @@ class Workers:
                 if isinstance(message, StepDone):
                     self._results[rank].append(message.result)
                     self.counters[rank] = message.result.counters or self.counters[rank]
+                elif isinstance(message, RankCounted):
+                    self.counters[rank] = message.counters
                 elif isinstance(message, WorkerFailed):
                     self._reports[rank] = message
                 else:

@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
+from moewe.runtime.metrics.stats import decode_counters
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.processes.supervision import process_state
 from moewe.runtime.replicas import ReplicaLost, ReplicaSet
-
 from tests.support.fixtures import checkpoint, random_prompt, reference_greedy
 
 ROOT = Path(__file__).parents[2]
@@ -103,6 +104,26 @@ def test_tokens_are_those_of_the_reference(topology, ranks):
     replicas.close()
     assert all(process_state(pid) is None for pid in pids)
     assert ranks == "threads" or len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize("ranks", ["threads", pytest.param("processes", marks=pytest.mark.spawn)])
+def test_last_counters_come_though_the_request_was_aborted(ranks):
+    replicas = start("EP2DP1", ranks)
+    replicas.submit("a", random_prompt(20), SamplingParams(max_tokens=480, temperature=0, ignore_eos=True))
+    while not replicas.poll(0.5):
+        continue
+    replicas.abort("a")
+    deadline = time.monotonic() + 10
+
+    def counted():
+        stats = replicas.stats()[0]
+        steps = [int(decode_counters(rank).steps.sum()) for rank in stats.ranks]
+        return stats.num_running == 0 < stats.num_steps and steps == [stats.num_steps] * 2
+
+    while not counted():
+        assert time.monotonic() < deadline, replicas.stats()
+        replicas.poll(0.1)
+    replicas.close()
 
 
 @pytest.mark.spawn

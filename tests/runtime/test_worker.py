@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from moewe.runtime.metrics.stats import decode_counters, rank_stats
-from moewe.telemetry import COMPONENTS, PHASES
 
+from moewe.runtime.metrics.stats import decode_counters, rank_stats
+from moewe.runtime.plan import RankPlan, StepHeader
+from moewe.telemetry import COMPONENTS, PHASES
 from tests.support.comparison import compare_runs
 from tests.support.fixtures import checkpoint, copy_checkpoint, random_prompt, rewrite_tensors
 from tests.support.harness import Group, generate, greedy
@@ -129,3 +130,47 @@ def test_memory_is_reported_in_exact_bytes(dtype):
         assert allocated.memory_bandwidth > 1e8
     kv_bytes = 2 * 2 * 2 * 16 * itemsize * 20 * 4  # layers, K and V, heads, width; 20 blocks of 4 tokens
     assert [worker.storage.num_bytes for worker in parts.workers] == [kv_bytes] * 4
+
+
+def header(step, **changes):
+    return StepHeader(**{"step": step, "epoch": 0, "kind": "decode", "bucket": 1, "exchange": "local", **changes})
+
+
+def test_a_rank_objects_to_a_step_that_it_does_not_expect():
+    with Group(checkpoint("T-MIX"), Setup()) as group:
+        worker = group.workers[0]
+        group.submit("a", random_prompt(10), greedy(6))
+        for _ in range(4):
+            group.step()
+        while group._in_flight:
+            group._collect()
+        step = worker._next_step
+        with pytest.raises(RuntimeError, match=f"step {step + 1} came to rank 0, but step {step} is next"):
+            worker.run(header(step + 1), RankPlan(num_decodes=1))
+        with pytest.raises(RuntimeError, match="uses the exchange 'threads', but rank 0 joined 'local'"):
+            worker.run(header(step, exchange="threads"), RankPlan(num_decodes=1))
+        with pytest.raises(RuntimeError, match=f"step {step}: 1 sequences decode on rank 0, but the plan counts 0"):
+            worker.run(header(step), RankPlan())
+
+
+def test_a_snapshot_may_come_with_any_number():
+    with Group(checkpoint("T-MIX"), Setup()) as group:
+        worker = group.workers[0]
+        worker.run(header(41, snapshot=True, kind="idle", bucket=0), RankPlan())
+        worker.run(header(42, kind="idle", bucket=0), RankPlan())
+        with pytest.raises(RuntimeError, match="step 44"):
+            worker.run(header(44), RankPlan())
+
+
+def test_counters_of_a_request_that_ended_elsewhere_are_asked_for():
+    with Group(checkpoint("T-MIX"), Setup()) as group:
+        worker = group.workers[0]
+        assert worker.late_counters() == b""
+        group.submit("a", random_prompt(10), greedy(60))
+        for _ in range(5):
+            group.step()
+        group.abort("a")
+        group.run()
+        late = decode_counters(rank_stats(0, worker.late_counters(), used_blocks=0, total_blocks=1))
+        assert late.steps.tolist() == worker.counters.steps.tolist()
+        assert worker.late_counters() == b""

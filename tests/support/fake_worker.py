@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+
 from moewe.runtime.messages import KVAllocated, Loaded, ToWorker
 from moewe.runtime.metrics.stats import encode_counters
 from moewe.runtime.plan import RankPlan, RankResult, StepHeader, pack
@@ -108,6 +109,9 @@ class FakeWorker:
             num_rows=rows.num_rows,
             counters=encode_counters(self._counters),
         )
+
+    def late_counters(self) -> bytes:
+        return b""
 
 
 def factory(trouble: Trouble | None = None, made: list[FakeWorker] | None = None) -> Callable[..., FakeWorker]:
