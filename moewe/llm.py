@@ -6,7 +6,6 @@ Units: token ids; log-probabilities are natural.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +13,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from .runtime.messages import Delta, LogprobEntry
-from .runtime.options import engine_config
+from .runtime.options import layout_config
 from .runtime.params import SamplingParams
 
 if TYPE_CHECKING:
     from .runtime.config import EngineConfig
-
-log = logging.getLogger(__name__)
 
 # A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -116,12 +113,8 @@ class LLM:
 
     def __init__(self, model: str, *, topology: str = "EP1DP1", dialect: str | None = None, **options: Any) -> None:
         from .runtime.session import Session, locate
-        from .topologies import load_layout
 
-        layout = load_layout(topology, dialect=dialect)
-        for line in layout.warnings():
-            log.warning("%s", line)
-        config = engine_config({"model": model, "topology": layout.single().long(), **options})
+        config = layout_config({"model": model, "topology": topology, **options}, dialect=dialect)
         self._session = Session.start(locate(config))
 
     @property

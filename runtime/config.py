@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import msgspec
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
@@ -64,12 +63,14 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True):
         kv_cache_memory_bytes: KV bytes a rank; None derives it from `gpu_memory_utilization`.
         gpu_memory_utilization: share of the device's memory for weights and KV (on CPU: of the host's, over its ranks).
         num_blocks: exact number of blocks a rank, for tests; None derives it.
+        kv_cache_dtype: number format of KV; `auto` and the name of the model's own format mean the same.
     """
 
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     num_blocks: int | None = None
+    kv_cache_dtype: str = "auto"
 
 
 class ScheduleOptions(msgspec.Struct, frozen=True, kw_only=True):

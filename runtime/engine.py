@@ -6,20 +6,27 @@ Units: seconds, tokens. Two steps are in flight when there is work: one runs, th
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from .deltas import TokenText, logprob_entries
-from .messages import Delta, Submit
+from .messages import INVALID_REQUEST, QUEUE_FULL, Delta, Submit
 from .params import SamplingParams
 from .plan import StepPlan, StepResult, unpack
 from .scheduler import Scheduler
-from .scheduling.admission import AdmissionError
+from .scheduling.admission import QueueFullError
 from .scheduling.request import Request, SequenceUpdate
 
+log = logging.getLogger(__name__)
+
 DEPTH = 2
+
+
+class BooksError(RuntimeError):
+    """An idle engine holds what belongs to nobody; raised only where errors are wanted (tests)."""
 
 
 class StepRunner(Protocol):
@@ -100,8 +107,9 @@ class Engine:
         try:
             text = self._make_text(params)
             self.scheduler.add(request)
-        except (AdmissionError, ValueError) as error:
-            return Delta(request_id=submit.request_id, finish_reason="error", error=str(error))
+        except ValueError as error:
+            code = QUEUE_FULL if isinstance(error, QueueFullError) else INVALID_REQUEST
+            return Delta(request_id=submit.request_id, finish_reason="error", error=str(error), error_code=code)
         self._live[request.request_id] = _Live(request, text)
         return None
 
@@ -123,6 +131,27 @@ class Engine:
             return []
         self.num_steps += 1
         return [self._delta(update) for update in self.scheduler.apply(result)]
+
+    def settle(self, *, strict: bool = False) -> list[Delta]:
+        """Check the books when the engine has fallen idle, and mend them: a leak costs capacity, not the engine.
+
+        Args:
+            strict: raise BooksError instead.
+
+        Returns:
+            The end of requests that the scheduler lost, if any.
+        """
+        residue = self.scheduler.residue()
+        if residue is None and self._live:
+            residue = f"{len(self._live)} requests wait for tokens that nobody makes"
+        if residue is None:
+            return []
+        if strict:
+            raise BooksError(f"the books of the idle engine do not balance: {residue}")
+        log.error("the books of the idle engine do not balance: %s; starting with empty ones", residue)
+        self.scheduler.rebuild()
+        lost, self._live = list(self._live), {}
+        return [Delta(request_id=name, finish_reason="error", error="the engine lost this request") for name in lost]
 
     def _delta(self, update: SequenceUpdate) -> Delta:
         request, reason = update.request, update.finish_reason

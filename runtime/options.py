@@ -7,12 +7,16 @@ Not parsing of a command line (server/cli_values.py) and not ranges: those are c
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
+from ..topologies import load_layout
 from .config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
+
+log = logging.getLogger(__name__)
 
 _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "model": ModelOptions,
@@ -48,6 +52,22 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
         sections[_FIELDS[name]][name] = value
     made = {section: _convert(_SECTIONS[section], values) for section, values in sections.items()}
     return EngineConfig(**made)
+
+
+def layout_config(options: Mapping[str, Any], *, dialect: str | None = None) -> EngineConfig:
+    """Return the config of flat `options` whose `topology` may be any layout: text, a YAML file, or a preset.
+
+    Args:
+        options: see `engine_config`.
+        dialect: how the topology counts DP, see `topologies.parse_topology`. What reads like a slip is logged.
+
+    Raises:
+        ValueError: as `engine_config`, and for a layout that this version does not run.
+    """
+    layout = load_layout(options.get("topology", ParallelOptions().topology), dialect=dialect)
+    for line in layout.warnings():
+        log.warning("%s", line)
+    return engine_config({**options, "topology": layout.single().long()})
 
 
 def _convert(struct: type[msgspec.Struct], values: dict[str, Any]) -> Any:

@@ -12,7 +12,20 @@ from collections import deque
 from collections.abc import Callable
 
 from .balance import token_work
-from .messages import Abort, Delta, Failed, Loading, Message, Outputs, Ready, Shutdown, Stats, Stopped, Submit
+from .messages import (
+    ENGINE_BUSY,
+    Abort,
+    Delta,
+    Failed,
+    Loading,
+    Message,
+    Outputs,
+    Ready,
+    Shutdown,
+    Stats,
+    Stopped,
+    Submit,
+)
 from .plan import unpack
 from .processes.channel import ChannelClosed, ChannelFull
 from .processes.launch import Member
@@ -88,6 +101,11 @@ class Replica:
         """True while it can take requests and answer them."""
         return self.failure is None and not self.stopped
 
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not had their last delta."""
+        return len(self._owed)
+
     def owes(self, request_id: str) -> bool:
         """True while `request_id` has not had its last delta."""
         return request_id in self._owed
@@ -102,9 +120,8 @@ class Replica:
         try:
             self._post(request)
         except ChannelFull as error:
-            self._refused.append(
-                Delta(request_id=request.request_id, finish_reason="error", error=f"the engine is busy: {error}")
-            )
+            why = {"error": f"the engine is busy: {error}", "error_code": ENGINE_BUSY}
+            self._refused.append(Delta(request_id=request.request_id, finish_reason="error", **why))
 
     def abort(self, request_id: str) -> None:
         """Ask to forget a request; its last delta says so."""

@@ -24,6 +24,7 @@ from .plan import pack
 from .processes.group import GroupParts
 from .processes.launch import EngineStart, Member, spawn_process, spawn_thread
 from .processes.supervision import wait_gone
+from .prompts import check_token_ids
 from .replica import Replica
 from .resolve import Resolved, resolve
 
@@ -56,6 +57,7 @@ class ReplicaSet:
         self.resolved = resolved
         self._replicas = list(replicas)
         self._spawner = spawner
+        self._most_requests = resolved.most_requests
         self._backlog: list[Delta] = []  # deltas that came while nobody asked for any
         self._last_check = time.monotonic()
         self._settled = threading.Event()
@@ -140,21 +142,24 @@ class ReplicaSet:
             ValueError: a token id that the model does not have, or a `request_id` in use.
             ReplicaLost: no replica is left.
         """
-        prompt = np.asarray(prompt_token_ids, np.int64).reshape(-1)
-        vocab_size = self.resolved.model.vocab_size
-        if prompt.size and not 0 <= prompt.min() <= prompt.max() < vocab_size:
-            bad = prompt[(prompt < 0) | (prompt >= vocab_size)][0]
-            raise ValueError(
-                f"prompt_token_ids holds {bad}; use ids from 0 to {vocab_size - 1}, the model's vocabulary"
-            )
+        check_token_ids(prompt_token_ids, self.resolved.model.vocab_size)
         if any(replica.owes(request_id) for replica in self._replicas):
             raise ValueError(f"request_id {request_id!r} is already in use; choose another")
-        index = least_loaded([r.outstanding for r in self._replicas], [r.lives for r in self._replicas])
+        index = self._choose()
         if index < 0:
             raise ReplicaLost(self.failure.reason if self.failure is not None else "the engines have been stopped")
-        message = Submit(request_id=request_id, prompt_token_ids=pack(prompt), params=params, priority=priority)
+        message = Submit(
+            request_id=request_id, prompt_token_ids=pack(np.asarray(prompt_token_ids)), params=params, priority=priority
+        )
         self._replicas[index].submit(message)
         self._after_command()
+
+    def _choose(self) -> int:
+        """Return the least loaded replica whose queue has room, or at least one that lives; -1 when none does."""
+        outstanding = [r.outstanding for r in self._replicas]
+        index = least_loaded(outstanding, [r.lives and r.num_requests < self._most_requests for r in self._replicas])
+        # What was aborted counts until the engine says so; it will have room, or refuse.
+        return index if index >= 0 else least_loaded(outstanding, [r.lives for r in self._replicas])
 
     def abort(self, request_id: str) -> None:
         """Ask to forget a request; its last delta says `abort`. Unknown ids are ignored."""

@@ -16,7 +16,8 @@ import msgspec
 from ..models.config import ModelConfig
 from ..models.families import load_config
 from ..models.footprint import model_footprint
-from ..quant import parse_format
+from ..models.loading import check_weights
+from ..quant import NumberFormat, parse_format
 from ..topologies import ByteBudget, ModelFootprint, Topology, byte_budget, check_fits, check_runnable, parse_topology
 from ..topologies.hardware import available_memory_bytes, host_cores, host_memory_bytes, numa_nodes
 from .config import LOAD_FORMATS, CacheOptions, EngineConfig
@@ -52,6 +53,22 @@ class Resolved:
     fixed_max_model_len: bool
     cpus: tuple[tuple[int, ...], ...]
 
+    @property
+    def most_requests(self) -> int:
+        """Requests that a replica takes at once, running and waiting."""
+        return _schedule_limits(self.config, self.topology).most_requests
+
+
+def check_checkpoint(resolved: Resolved) -> None:
+    """Refuse a checkpoint with missing, unknown or misshapen tensors before any process starts; reads only headers.
+
+    Raises:
+        ConfigError: what loading would say, one line.
+    """
+    model = resolved.config.model
+    if model.load_format != "dummy":
+        check_weights(Path(model.path), resolved.model)
+
 
 def resolve(config: EngineConfig) -> Resolved:
     """Fill in what `config` leaves open, or refuse what cannot run.
@@ -72,6 +89,7 @@ def resolve(config: EngineConfig) -> Resolved:
     dtype = parse_format(model.dtype if config.model.dtype == "auto" else config.model.dtype)
     if config.model.dtype == "auto":
         log.info("dtype: %s, the checkpoint's", dtype.name)
+    _check_kv_format(config.cache, dtype)
     threads, cpus = _compute(config, topology)
     footprint = model_footprint(model, name=config.model.model, dtype=dtype)
     asked = config.model.max_model_len
@@ -91,7 +109,7 @@ def resolve(config: EngineConfig) -> Resolved:
     else:
         smallest = min(gpus[: topology.num_ranks])
         budget = _gpu_budget(config, topology, footprint, smallest, fixed=asked is not None)
-    _check_schedule(config, topology)
+    _schedule_limits(config, topology)
     return Resolved(
         config=config,
         topology=topology,
@@ -226,6 +244,20 @@ def rank_cpus(nodes: list[list[int]], num_ranks: int) -> tuple[tuple[int, ...], 
     return tuple(dealt)
 
 
+def _check_kv_format(cache: CacheOptions, dtype: NumberFormat) -> None:
+    """Refuse a KV format other than the model's."""
+    asked = cache.kv_cache_dtype
+    try:
+        fine = asked == "auto" or parse_format(asked) == dtype
+    except ValueError:
+        fine = False
+    if not fine:
+        raise ValueError(
+            f"kv_cache_dtype={asked!r} is not available: this version stores KV in the model's dtype; "
+            f"use auto or {dtype.name}"
+        )
+
+
 def _check_words(config: EngineConfig) -> None:
     model, cache, parallel, schedule = config.model, config.cache, config.parallel, config.schedule
     checks = [
@@ -240,6 +272,8 @@ def _check_words(config: EngineConfig) -> None:
         ("num_blocks", cache.num_blocks, cache.num_blocks is None or cache.num_blocks > 0, "use at least 1"),
         ("block_size", cache.block_size, 1 <= cache.block_size <= 256, "use 1 to 256 tokens, 16 by default"),
         ("stall_timeout_s", schedule.stall_timeout_s, schedule.stall_timeout_s >= 1, "use at least 1 second"),
+        ("tokenizer", model.tokenizer, not (model.tokenizer and model.skip_tokenizer_init),
+         "skip_tokenizer_init loads none; leave one of the two out"),
         ("max_model_len", model.max_model_len, model.max_model_len is None or model.max_model_len >= 2,
          "use at least 2 (prompt and output)"),
     ]  # fmt: skip
@@ -248,11 +282,11 @@ def _check_words(config: EngineConfig) -> None:
             raise ValueError(f"{field}={value!r} is not allowed; {fix}")
 
 
-def _check_schedule(config: EngineConfig, topology: Topology) -> None:
-    """Let the scheduler refuse its limits before anything is loaded."""
+def _schedule_limits(config: EngineConfig, topology: Topology) -> SchedulerConfig:
+    """Return what the scheduler will plan within; it refuses its limits before anything is loaded."""
     schedule, length = config.schedule, config.model.max_model_len
     assert length is not None
-    SchedulerConfig(
+    return SchedulerConfig(
         num_ranks=topology.ep,
         num_blocks=config.cache.num_blocks or 1,
         block_size=config.cache.block_size,

@@ -55,6 +55,7 @@ class Scheduler:
         self._next_sequence_id = 0
         self._next_step = 0
         self._last_applied_step = -1
+        self._rebuilt = False  # workers must be told the whole batch, once
 
     # --- requests ----------------------------------------------------------------------------------------------------
     def add(self, request: Request) -> None:
@@ -62,9 +63,9 @@ class Scheduler:
         if request.request_id in self._requests:
             raise AdmissionError(f"request_id {request.request_id!r} is already in use; choose another")
         max_length = check_fits(request, self.config)
-        if self.num_waiting >= self.config.max_queued_requests:
+        if self.num_running + self.num_waiting >= self.config.most_requests:
             raise QueueFullError(
-                f"{self.num_waiting} requests wait already and max_queued_requests is "
+                f"{self.num_running} requests run and {self.num_waiting} wait already, and max_queued_requests is "
                 f"{self.config.max_queued_requests}; try again later or raise it"
             )
         request.max_length = max_length
@@ -87,7 +88,9 @@ class Scheduler:
     # --- planning ----------------------------------------------------------------------------------------------------
     def schedule(self) -> StepPlan | None:
         """Plan the next step of all ranks and book it as done; None when there is nothing to run now."""
-        return self._plan(snapshot=False)
+        plan = self._plan(snapshot=self._rebuilt)
+        self._rebuilt = False
+        return plan
 
     def snapshot(self) -> StepPlan:
         """Plan the next step in a form that rebuilds every rank's batch from nothing (see `StepHeader.snapshot`).
@@ -235,6 +238,26 @@ class Scheduler:
     def _vacate(self, request: Request) -> None:
         self._released[request.rank].append(request.slot)
         self._batch.vacate(request)
+
+    # --- books when idle ---------------------------------------------------------------------------------------------
+    def residue(self) -> str | None:
+        """Say what is left where nothing should be, with no work and nothing in flight; None when the books balance."""
+        if left := len(self._requests) + len(self._departed) + self.num_waiting:
+            return f"{left} requests are booked"
+        return self._batch.residue()
+
+    def rebuild(self) -> None:
+        """Begin with empty books, whatever is in them; the next plan is a snapshot, so workers forget too.
+
+        For an idle engine: nothing may be in flight.
+        """
+        if self.num_in_flight:
+            raise RuntimeError(f"{self.num_in_flight} steps are in flight; apply their results before a rebuild")
+        self._batch = BatchState(self.config)
+        self._queue = WaitingQueue(self.config.policy)
+        self._requests, self._departed, self._returning = {}, {}, []
+        self._released = [[] for _ in range(self.config.num_ranks)]
+        self._rebuilt = True
 
     # --- figures -----------------------------------------------------------------------------------------------------
     @property

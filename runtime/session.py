@@ -10,19 +10,19 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
 from ..models.source import resolve_model
-from ..text import Tokenizer, load_tokenizer
+from ..text import Tokenizer
 from .config import EngineConfig
 from .messages import Delta
 from .params import SamplingParams
+from .prompts import check_token_ids, model_tokenizer
 from .replicas import OnLoading, ReplicaLost, ReplicaSet
-from .resolve import Resolved, resolve
+from .resolve import Resolved, check_checkpoint, resolve
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +77,8 @@ class Session:
             EngineLostError: a rank or an engine ended while starting.
         """
         resolved = resolve(config)
-        model = config.model
-        tokenizer = None if model.skip_tokenizer_init else load_tokenizer(Path(model.tokenizer or model.path))
+        check_checkpoint(resolved)
+        tokenizer = model_tokenizer(config.model)
         replicas = ReplicaSet.start(resolved, on_loading=on_loading)
         session = cls(replicas, resolved, tokenizer)
         try:
@@ -131,10 +131,7 @@ class Session:
                 f"prompt has {len(token_ids)} tokens, which leaves no room in max_model_len={self.max_model_len}; "
                 f"use at most {self.max_model_len - 1}"
             )
-        vocab_size = self.resolved.model.vocab_size
-        wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise ValueError(f"prompt_token_ids has {wrong}; ids of this model go from 0 to {vocab_size - 1}")
+        check_token_ids(token_ids, self.resolved.model.vocab_size)
 
     def stream(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Iterator[tuple[int, Delta]]:
         """Yield (index of the prompt, what became known of it) until all are finished.
@@ -163,8 +160,7 @@ class Session:
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], pending: dict[str, int]
     ) -> Iterator[tuple[int, Delta]]:
         waiting = iter(range(len(prompts)))
-        # An engine refuses more than its queue holds, and all prompts might go to one engine.
-        most = self.resolved.config.schedule.max_queued_requests
+        most = self.resolved.topology.dp * self.resolved.most_requests  # replicas refuse more than that
         while True:
             for index in itertools.islice(waiting, most - len(pending)):
                 request_id = f"local-{next(self._numbers)}"

@@ -31,9 +31,13 @@ def generate(settings: Settings) -> int:
             raise ValueError('no PROMPT is given; write moewe generate MODEL "text", or pipe text in')
         prompt = sys.stdin.read()
     with start(settings) as session:
+        said = False
         for text in answer(session, session.encode(prompt), params):
+            said = True
             print(text, end="", flush=True)
         print()
+    if not said:
+        print("moewe: the model ended without text; for instruction models use `moewe chat`", file=sys.stderr)
     return 0
 
 

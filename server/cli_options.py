@@ -86,6 +86,8 @@ ENGINE_FLAGS = (
             aliases=("--mem-fraction-static",), default="0.9"),
     _engine("kv-cache-memory-bytes", "bytes", MEMORY, "KV of a rank, e.g. 512MiB; overrides the share.",
             default="what is left; CPU: up to 1/8 of the host's memory"),
+    _engine("kv-cache-dtype", "text", MEMORY, "auto, or the name of the format that the model runs in.",
+            default="auto"),
     _engine("block-size", "int", MEMORY, "Tokens of a KV block.", aliases=("--page-size",), default="16"),
     _engine("max-num-seqs", "int", SCHEDULE, "Sequences that a rank runs at once.",
             aliases=("--max-running-requests", "--max-batch-size"), default="64"),
@@ -136,7 +138,9 @@ def _shared(name: str, help: str, **more: object) -> Flag:
 
 
 SHARED_FLAGS = (
-    _shared("dialect", "How --topology counts DP: vllm, sglang or deepseek (DP inside the group).", default="moewe"),
+    _shared(
+        "dialect", "How --topology counts DP: moewe, or vllm, sglang, deepseek (DP inside the group).", default="moewe"
+    ),
     _shared("config", "YAML file of flags; the command line wins over it."),
     _shared("log-level", "debug, info, warning or error; debug shows tracebacks.", default="info"),
 )

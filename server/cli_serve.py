@@ -7,21 +7,18 @@ Units: bytes, ports.
 from __future__ import annotations
 
 import errno
-import logging
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..runtime.config import EngineConfig
-from ..runtime.options import engine_config
-from ..topologies import expansion, load_layout
+from ..runtime.options import layout_config
+from ..topologies import expansion
 from .cli_values import Settings
 from .options import ServerOptions
 
 if TYPE_CHECKING:
     from ..runtime.resolve import Resolved
-
-log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 
@@ -30,12 +27,15 @@ def serve(settings: Settings) -> int:
     """Serve until told to stop; returns the exit code."""
     options = server_options(settings.http)
     config = config_of(settings)
+    if options.chat_template is not None and config.model.skip_tokenizer_init:
+        raise ValueError("--chat-template needs the tokenizer that --skip-tokenizer-init leaves out; drop one of them")
     with bind(options.host, options.port) as listener:
-        from ..runtime.resolve import resolve
+        from ..runtime.resolve import check_checkpoint, resolve
         from ..runtime.session import locate
 
         config = locate(config)
         resolved = resolve(config)
+        check_checkpoint(resolved)
         print(announcement(resolved), flush=True)
         from .serve import run_server
 
@@ -44,11 +44,7 @@ def serve(settings: Settings) -> int:
 
 def config_of(settings: Settings) -> EngineConfig:
     """Return the engine's config that was asked for, its topology read in the dialect that was named."""
-    engine = dict(settings.engine)
-    layout = load_layout(engine.get("topology", "EP1DP1"), dialect=settings.shared.get("dialect"))
-    for line in layout.warnings():
-        log.warning("%s", line)
-    return engine_config(engine | {"topology": layout.single().long()})
+    return layout_config(settings.engine, dialect=settings.shared.get("dialect"))
 
 
 def server_options(http: dict[str, Any]) -> ServerOptions:

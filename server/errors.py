@@ -56,6 +56,12 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, kind="service_unavailable", code=code, headers=headers)
 
 
+def queue_full(message: str) -> ApiError:
+    """Return the error for a request that found every place taken; clients wait and send it again by themselves."""
+    headers = {"retry-after": str(RETRY_AFTER_S)}
+    return ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=headers)
+
+
 def server_error(message: str, code: str = "internal_error") -> ApiError:
     """Return the error for a request that failed through no fault of the client."""
     return ApiError(500, message, kind="server_error", code=code)

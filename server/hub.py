@@ -12,11 +12,11 @@ import secrets
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..runtime.messages import Delta, Failed
+from ..runtime.messages import Delta
 from ..runtime.metrics.export import Metrics, RequestTimes
 from ..runtime.params import SamplingParams
 from ..runtime.replicas import ReplicaLost
-from .errors import unavailable
+from .errors import invalid, queue_full, unavailable
 
 
 class Submitter(Protocol):
@@ -91,7 +91,7 @@ class Hub:
 
     Args:
         metrics: where requests are counted.
-        most_live: prompts that may be live at once; more are refused.
+        most_live: prompts that may run or wait at once; more are refused.
     """
 
     def __init__(self, metrics: Metrics, most_live: int) -> None:
@@ -116,8 +116,13 @@ class Hub:
     def open(self, prompts: Sequence[Sequence[int]], params: SamplingParams, priority: int = 0) -> Call:
         """Submit the prompts of one client call. The caller must close it."""
         assert self.replicas is not None
+        if len(prompts) > self._most_live:
+            raise invalid(f"prompt holds {len(prompts)} prompts; send at most {self._most_live} at once", "prompt")
         if self.num_live + len(prompts) > self._most_live:
-            raise unavailable(f"{self.num_live} requests are waiting already; try again later", "queue_full")
+            raise queue_full(
+                f"{self.num_live} prompts run or wait already and the limit is {self._most_live}; try again later "
+                "(--max-queued-requests sets how many may wait)"
+            )
         times = [self.metrics.submitted(len(prompt)) for prompt in prompts]
         call = Call(self, f"{self._prefix}{next(self._numbers):08x}", times)
         self._calls[call.call_id] = call
@@ -145,10 +150,6 @@ class Hub:
         """End every live request with an error."""
         for request_id in list(self._live):
             self.on_delta(Delta(request_id=request_id, finish_reason="error", error=reason))
-
-    def on_failure(self, failed: Failed) -> None:
-        """End every live request: the engine is lost."""
-        self.fail_all(failed.reason)
 
     def forget(self, call: Call, running: Sequence[int]) -> None:
         """Drop a call and abort what of it still runs."""

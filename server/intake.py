@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..runtime.params import SamplingParams
+from ..runtime.prompts import check_token_ids
 from ..text import TemplateError, Tokenizer
 from .errors import ApiError, invalid
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
@@ -111,6 +112,12 @@ def _intake(state: ServerState, request: GenerationRequest, prompts: list[list[i
     max_tokens = asked
     if asked is None and default is not None:
         max_tokens = min(default, limit - longest)
+    policy = state.config.schedule.policy
+    if request.priority and policy != "priority":
+        raise invalid(
+            f"priority={request.priority} has no effect with the policy {policy!r}; start the server with "
+            "--schedule-policy priority, or leave it out", "priority",
+        )  # fmt: skip
     if request.stop and state.tokenizer is None:
         raise invalid("stop needs text, but the server runs without a tokenizer; leave it out", "stop")
     return Intake(prompts=prompts, params=request.sampling(max_tokens), priority=request.priority or 0)
@@ -153,11 +160,10 @@ def _split(prompt: Any) -> list[Any]:
 def _checked_ids(part: Any, vocab_size: int, where: str) -> list[int]:
     if not isinstance(part, list):
         raise invalid(f"{where} must be text or token ids, got {type(part).__name__}", "prompt")
-    for position, token_id in enumerate(part):
-        if type(token_id) is not int:
-            raise invalid(f"{where}.{position} is not a token id (an integer), got {repr(token_id)[:40]}", "prompt")
-        if not 0 <= token_id < vocab_size:
-            raise invalid(f"{where}.{position}={token_id} is no token id; use 0 to {vocab_size - 1}", "prompt")
+    try:
+        check_token_ids(part, vocab_size, name=where)
+    except ValueError as error:
+        raise invalid(str(error), "prompt") from None
     return part
 
 

@@ -15,18 +15,18 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import uvicorn
 
 from ..runtime.config import EngineConfig
 from ..runtime.messages import Failed
 from ..runtime.metrics.export import Metrics
+from ..runtime.prompts import model_tokenizer
 from ..runtime.replicas import ReplicaSet
 from ..runtime.resolve import Resolved, resolve
-from ..text import ChatTemplate, load_tokenizer
-from .http import build_app
+from ..text import ChatTemplate
 from .console import LoadingDisplay, StatsLine, address
+from .http import build_app
 from .hub import Hub
 from .options import VERSION, ServerOptions
 from .state import Phase, ServerState
@@ -68,9 +68,7 @@ def run_server(config: EngineConfig | Resolved, options: ServerOptions, listener
 def build_state(resolved: Resolved, options: ServerOptions) -> ServerState:
     """Return the state of a server that has not started its engines yet."""
     model = resolved.config.model
-    tokenizer = None
-    if not model.skip_tokenizer_init:
-        tokenizer = load_tokenizer(Path(model.tokenizer or model.path), revision=model.revision)
+    tokenizer = model_tokenizer(model)
     template = tokenizer.chat_template if tokenizer is not None else None
     if options.chat_template is not None and tokenizer is not None:
         template = ChatTemplate(options.chat_template, variables=tokenizer.special_tokens)
@@ -85,7 +83,7 @@ def build_state(resolved: Resolved, options: ServerOptions) -> ServerState:
         tokenizer=tokenizer,
         template=template,
         metrics=metrics,
-        hub=Hub(metrics, most_live=resolved.topology.dp * resolved.config.schedule.max_queued_requests),
+        hub=Hub(metrics, most_live=resolved.topology.dp * resolved.most_requests),
         started=int(time.time()),
     )
 

@@ -15,8 +15,10 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ..runtime import messages
+from ..runtime.messages import Delta
 from .answers import Answer
-from .errors import ApiError, server_error, unavailable
+from .errors import ApiError, invalid, queue_full, server_error, unavailable
 
 _Result = TypeVar("_Result")
 _ENCODER = msgspec.json.Encoder()
@@ -53,22 +55,28 @@ async def collect(answer: Answer) -> dict[str, Any]:
     """Wait for all prompts of an answer and return its body; raise ApiError when one failed."""
     while arrived := await answer.call.next():
         for index, delta in arrived:
-            failure = failed(delta.finish_reason, delta.error)
+            failure = failed(delta)
             if failure is not None:
                 raise failure
             answer.add(index, delta)
     return answer.body()
 
 
-def failed(finish_reason: str | None, error: str | None) -> ApiError | None:
+def failed(delta: Delta) -> ApiError | None:
     """Return the error that ends an answer, if this is one."""
-    if finish_reason == "error" and error is not None and "max_queued_requests" in error:
-        return unavailable(error, "queue_full")  # an engine's own queue, seldom reached before the server's limit
-    if finish_reason == "error":
-        return server_error(error or "the engine failed", "engine_error")
-    if finish_reason == "abort":
+    if delta.finish_reason == "abort":
         return server_error("the request was aborted by the server", "aborted")
-    return None
+    if delta.finish_reason != "error":
+        return None
+    message = delta.error or "the engine failed"
+    match delta.error_code:
+        case messages.INVALID_REQUEST:
+            return invalid(message)
+        case messages.QUEUE_FULL:
+            return queue_full(message)
+        case messages.ENGINE_BUSY | messages.SHUTTING_DOWN as code:
+            return unavailable(message, code)
+    return server_error(message, "engine_error")
 
 
 def event(content: Any) -> bytes:
@@ -110,7 +118,7 @@ class EventStream(Response):
         while arrived := await self._answer.call.next():
             data = b""
             for index, delta in arrived:
-                failure = failed(delta.finish_reason, delta.error)
+                failure = failed(delta)
                 if failure is not None:
                     yield data + event(failure.body())
                     return

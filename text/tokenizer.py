@@ -148,7 +148,7 @@ class Tokenizer:
         self._backend.add_tokens(missing)
 
 
-def load_tokenizer(path: Path, *, revision: str | None = None) -> Tokenizer:
+def load_tokenizer(path: Path) -> Tokenizer:
     """Load the tokenizer of a model folder (or, through transformers, of a hub id given as a path).
 
     Raises:
@@ -157,7 +157,7 @@ def load_tokenizer(path: Path, *, revision: str | None = None) -> Tokenizer:
     path = Path(path)
     file = path / "tokenizer.json"
     if not file.is_file():
-        return _load_through_transformers(path, revision)
+        return _load_through_transformers(path)
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
@@ -168,11 +168,11 @@ def load_tokenizer(path: Path, *, revision: str | None = None) -> Tokenizer:
     return Tokenizer(backend, config, _template_source(path, config))
 
 
-def _load_through_transformers(path: Path, revision: str | None) -> Tokenizer:
+def _load_through_transformers(path: Path) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
 
-        loaded = AutoTokenizer.from_pretrained(str(path), revision=revision, trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(

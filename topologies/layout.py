@@ -61,9 +61,14 @@ class Layout:
         """Return the only pool's topology.
 
         Raises:
-            TopologyError: there are several pools, which this version plans but does not run.
+            TopologyError: there are several pools, or classes of requests, which this version plans but does not run.
         """
         if len(self.pools) == 1:
+            if self.classes:
+                raise TopologyError(
+                    f"the layout has classes ({', '.join(self.classes)}), and treating requests by class is not "
+                    "available in this version; leave classes out"
+                )
             return next(iter(self.pools.values()))
         named = ", ".join(f"{name}: {topology.short()}" for name, topology in self.pools.items())
         widest = max(self.pools.values(), key=lambda topology: topology.num_ranks)

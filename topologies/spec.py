@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-DIALECTS = ("vllm", "sglang", "deepseek")
+OWN_DIALECT = "moewe"
+DIALECTS = (OWN_DIALECT, "vllm", "sglang", "deepseek")
 MAX_RANKS = 1 << 20
 EXAMPLE = "EP2DP1"
 _SHORT = re.compile(r"EP\s*([0-9]{1,7})\s*DP\s*([0-9]{1,7})", re.IGNORECASE)
@@ -93,8 +94,8 @@ def parse_topology(text: str, *, dialect: str | None = None) -> Topology:
 
     Args:
         text: `EP64DP3` or `EP64DP3[adp=64,atp=1,red=32]`.
-        dialect: None for ours; `vllm`, `sglang` or `deepseek` read `EP144DP144` as one group whose attention is data
-            parallel over 144 ranks (EP144DP1).
+        dialect: None or `moewe` for ours; `vllm`, `sglang` or `deepseek` read `EP144DP144` as one group whose
+            attention is data parallel over 144 ranks (EP144DP1).
 
     Raises:
         TopologyError: not in the grammar, or numbers that do not fit together.
@@ -106,7 +107,7 @@ def parse_topology(text: str, *, dialect: str | None = None) -> Topology:
     if dialect is not None and dialect not in DIALECTS:
         raise TopologyError(f"dialect {dialect!r} is not known; use one of: {', '.join(DIALECTS)}")
     head, fields = _split(text)
-    if dialect is not None:
+    if dialect not in (None, OWN_DIALECT):
         return _parse_foreign(text, head, fields, dialect)
     match = _SHORT.fullmatch(head)
     if match is None:

@@ -61,6 +61,11 @@ class SchedulerConfig:
             )
 
     @property
+    def most_requests(self) -> int:
+        """Requests that the group takes at once: a slot each for some, and those that wait."""
+        return self.max_queued_requests + self.num_ranks * self.max_num_seqs
+
+    @property
     def capacity_tokens(self) -> int:
         """Tokens that one rank's blocks hold."""
         return self.num_blocks * self.block_size

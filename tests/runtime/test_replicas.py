@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+
 from moewe.models.config import ModelConfig, RotaryConfig
 from moewe.runtime.balance import EXPECTED_OUTPUT_TOKENS, least_loaded, token_work
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
@@ -24,7 +25,6 @@ from moewe.runtime.replica import Replica, Silence
 from moewe.runtime.replicas import ReplicaLost, ReplicaSet
 from moewe.runtime.resolve import Resolved
 from moewe.topologies import ModelFootprint, parse_topology
-
 from tests.support import fake_worker
 from tests.support.fake_worker import Trouble
 
@@ -108,7 +108,7 @@ def test_abort_ends_a_request_once_and_its_id_is_free_again(replicas):
 
 @pytest.mark.parametrize("bad", [-1, fake_worker.VOCAB_SIZE, 1 << 40])
 def test_token_id_out_of_the_vocabulary_is_refused(replicas, bad):
-    with pytest.raises(ValueError, match=f"prompt_token_ids holds {bad}"):
+    with pytest.raises(ValueError, match=f"prompt_token_ids.1={bad} is no token id"):
         replicas.submit("a", [1, bad], greedy(3))
 
 

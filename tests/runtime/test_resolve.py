@@ -5,14 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
+
 from moewe.runtime import resolve as resolve_module
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
 from moewe.runtime.messages import KVAllocated, Loaded
 from moewe.runtime.processes.launch import EngineStart
-from moewe.runtime.resolve import kv_blocks, rank_cpus, resolve
+from moewe.runtime.prompts import model_tokenizer
+from moewe.runtime.resolve import check_checkpoint, kv_blocks, rank_cpus, resolve
 from moewe.runtime.start_up import check_blocks, stall_limits
-
-from tests.support.fixtures import checkpoint
+from tests.support.chain import FIRST_ID, chain
+from tests.support.fixtures import checkpoint, copy_checkpoint, drop_tensors
 
 
 @pytest.fixture
@@ -191,3 +193,39 @@ def test_patience_grows_with_the_time_of_a_layer():
 
     assert stall_limits(engine_start(), [rank(1000)]).stall_s == ScheduleOptions().stall_timeout_s
     assert stall_limits(engine_start(), [rank(1000), rank(10**9)]).stall_s == 4 * 0.1 * 128
+
+
+@pytest.mark.parametrize("asked", ["auto", "float32", "fp32"])
+def test_kv_may_be_named_in_the_format_of_the_model(host, asked):
+    assert resolve(config(cache={"kv_cache_dtype": asked})).config.cache.kv_cache_dtype == asked
+
+
+@pytest.mark.parametrize("asked", ["fp8", "int8", "fp8_e4m3", "bfloat16", ""])
+def test_kv_in_another_format_is_refused(host, asked):
+    with pytest.raises(ValueError, match=f"kv_cache_dtype='{asked}' is not available.*use auto or float32"):
+        resolve(config(cache={"kv_cache_dtype": asked}))
+
+
+def test_a_tokenizer_that_would_not_be_loaded_is_refused(host):
+    with pytest.raises(ValueError, match="tokenizer='x' is not allowed; skip_tokenizer_init loads none"):
+        resolve(config(model={"tokenizer": "x", "skip_tokenizer_init": True}))
+
+
+def test_damaged_checkpoints_are_known_from_headers_alone(host):
+    check_checkpoint(resolve(config()))
+    folder = drop_tensors(copy_checkpoint(checkpoint("T-QW3")), "lm_head.weight")
+    with pytest.raises(ValueError, match="lm_head.weight"):
+        check_checkpoint(resolve(config(model={"path": str(folder)})))
+    check_checkpoint(resolve(config(model={"path": str(folder), "load_format": "dummy"})))
+
+
+def test_tokenizers_come_from_one_place(host):
+    """The model's folder is its revision already; another tokenizer has revisions of its own."""
+    own, other = chain(["a"]).path, chain(["b"]).path
+    options = ModelOptions(model=str(own), path=str(own), revision="main")
+    assert model_tokenizer(options).decode([FIRST_ID]) == "a"
+    replaced = msgspec.structs.replace(options, tokenizer=str(other))
+    assert model_tokenizer(replaced).decode([FIRST_ID]) == "b"
+    same = msgspec.structs.replace(options, model="owner/name", tokenizer="owner/name")
+    assert model_tokenizer(same).decode([FIRST_ID]) == "a"
+    assert model_tokenizer(msgspec.structs.replace(options, skip_tokenizer_init=True)) is None

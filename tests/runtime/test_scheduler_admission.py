@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from moewe.runtime.plan import StepPlan, unpack
 from moewe.runtime.scheduler import Request, Scheduler, SchedulerConfig
 from moewe.runtime.scheduling.admission import AdmissionError, QueueFullError, WaitingQueue
-
 from tests.support.null_worker import EOS, NullEngine, make_request
 
 
@@ -70,13 +70,15 @@ def test_what_just_fits_runs_to_its_end(prompt: int, max_tokens: int | None, len
 
 
 def test_full_queue_and_double_id_are_refused():
+    """A burst may fill the slots and the queue, whether or not a step came between."""
     scheduler = Scheduler(config_of(max_queued_requests=2, max_num_seqs=1))
-    scheduler.add(make_request("a", 5, 5))
-    scheduler.add(make_request("b", 5, 5))
-    with pytest.raises(QueueFullError, match="2 requests wait already and max_queued_requests is 2; try again later"):
-        scheduler.add(make_request("c", 5, 5))
+    for name in "abc":
+        scheduler.add(make_request(name, 5, 5))
+    with pytest.raises(QueueFullError, match="0 requests run and 3 wait already, and max_queued_requests is 2; try"):
+        scheduler.add(make_request("d", 5, 5))
     scheduler.schedule()
-    scheduler.add(make_request("c", 5, 5))
+    with pytest.raises(QueueFullError, match="1 requests run and 2 wait already"):
+        scheduler.add(make_request("d", 5, 5))
     with pytest.raises(AdmissionError, match="request_id 'a' is already in use"):
         scheduler.add(make_request("a", 5, 5))
     scheduler.check_invariants()

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from moewe.server import cli, cli_local, cli_serve
 from moewe.server.cli_serve import bind, server_options
 from moewe.server.cli_values import Settings
@@ -75,6 +76,7 @@ def test_help_groups_flags_in_panels(capfd: pytest.CaptureFixture[str]) -> None:
         (["serve", "m", "--topology", "EP8"], "did you mean EP8DP1?"),
         (["serve", "m", "--topology", "dynamo-launch"], "not available in this version"),
         (["serve", "m", "--topology", "EP2DP1", "--dialect", "x"], "vllm, sglang, deepseek"),
+        (["serve", "m", "--chat-template", "{{ 1 }}", "--skip-tokenizer-init"], "--chat-template needs the tokenizer"),
         (["serve", "m", "-tp", "8"], "one --topology says it all"),
         (["serve", "m", "--data-parallel-size=8"], "one --topology says it all"),
         (["serve", "m", "--log-level", "loud"], "--log-level: 'loud'"),
@@ -107,6 +109,20 @@ def test_a_port_in_use_is_known_before_anything_loads(listener: socket.socket) -
     assert done.returncode == 1
     assert f"port {port} on 127.0.0.1 is in use" in done.stderr and len(done.stderr.splitlines()) == 1
     assert time.monotonic() - started < 30  # seconds on a busy machine; nothing that takes minutes has begun
+
+
+def test_nothing_heavy_is_imported_before_the_port_is_held(listener: socket.socket) -> None:  # P-OPS-06
+    code = f"""
+import sys
+from moewe.server.cli import main
+try:
+    main(["serve", "demo", "--port", "{listener.getsockname()[1]}"])
+except SystemExit as left:
+    heavy = [name for name in ("torch", "transformers", "fastapi", "uvicorn") if name in sys.modules]
+    sys.exit(f"loaded {{heavy}}" if heavy else left.code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1 and "is in use" in done.stderr and "loaded" not in done.stderr
 
 
 def test_the_port_is_held_from_binding_on() -> None:

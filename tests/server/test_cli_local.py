@@ -8,12 +8,13 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from rich.console import Console
+
 from moewe.runtime.messages import Delta, Loading
 from moewe.runtime.params import SamplingParams
 from moewe.server import cli_local
 from moewe.server.cli_values import Settings
 from moewe.server.terminal import LoadingBars
-from rich.console import Console
 
 
 class FakeSession:
@@ -68,6 +69,15 @@ def test_generate_streams_and_ends_with_a_newline(say: Any, capsys: pytest.Captu
     assert capsys.readouterr().out == " Paris.[2J\n"
     assert fake.prompts == ["France is"]
     assert fake.params[0].greedy and fake.params[0].max_tokens == 5
+
+
+def test_an_empty_answer_is_explained(say: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    say([Delta(request_id="x", finish_reason="stop")], ["word"])
+    assert cli_local.generate(settings("Who?")) == 0
+    out, err = capsys.readouterr()
+    assert out == "\n" and err == "moewe: the model ended without text; for instruction models use `moewe chat`\n"
+    assert cli_local.generate(settings("Who?")) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("prompt", [None, "-"])

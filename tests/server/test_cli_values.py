@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from moewe.runtime.options import engine_config, option_names
 from moewe.runtime.params import SamplingParams
 from moewe.server.cli_options import ENGINE, HTTP, SAMPLE, SHARED, flags_of, without_aliases

@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from moewe.server.state import ServerState
 from prometheus_client.parser import text_string_to_metric_families
 
+from moewe.server.state import ServerState
 from tests.support.fake_replicas import FakeReplicas, ask, make_state, says, tokenizer, with_server
 
 KEY = "s3cret"
@@ -135,8 +135,29 @@ def test_counters_equal_what_clients_counted() -> None:
 
 def test_too_many_live_requests_are_asked_to_come_again() -> None:
     state = make_state(replicas())
+
+    async def run(client: httpx.AsyncClient) -> list[httpx.Response]:
+        body = {"model": "gull", "prompt": ["a"] * 100, "max_tokens": 50}
+        first = asyncio.ensure_future(client.post("/v1/completions", json=body))
+        while state.hub.num_live < 100:
+            await asyncio.sleep(0.01)
+        late = [await client.post("/v1/completions", json=body | {"prompt": "a", "stream": s}) for s in (False, True)]
+        return [await first, *late, await client.post("/v1/completions", json=body | {"prompt": "a", "max_tokens": 1})]
+
+    served, *late, again = with_server(state, run)
+    assert served.status_code == again.status_code == 200
+    for response in late:
+        assert response.status_code == 429 and int(response.headers["retry-after"]) > 0
+        error = response.json()["error"]
+        assert (error["code"], error["type"]) == ("queue_full", "rate_limit_error")
+        assert "100 prompts run or wait already" in error["message"] and "--max-queued-requests" in error["message"]
+    assert state.hub.num_live == state.hub.num_calls == 0
+
+
+def test_more_prompts_at_once_than_can_ever_wait_are_refused() -> None:
+    state = make_state(replicas())
     response = ask(state, "POST", "/v1/completions", json={"model": "gull", "prompt": ["a"] * 101, "max_tokens": 1})
-    assert response.status_code == 503 and "retry-after" in response.headers
+    assert response.status_code == 400 and "send at most 100 at once" in response.json()["error"]["message"]
     assert state.hub.num_live == state.hub.num_calls == 0
 
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from moewe.topologies import RankGrid, Topology, TopologyError, parse_topology, placement_summary, slot_ranges
 from moewe.topologies.grid import AXES
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from moewe.topologies.groups import loopback_interface
 
 CHILD = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from moewe.topologies import TopologyError, load_layout, preset_names
 
 
@@ -18,6 +19,7 @@ def test_a_topology_is_a_layout_of_one_pool() -> None:
     assert load_layout("EP2DP1").single().long() == "EP2DP1[adp=2,atp=1,red=0]"
     assert load_layout("EP8DP8", dialect="vllm").single().short() == "EP8DP1"
     assert load_layout("EP8DP8").warnings()
+    assert load_layout("EP8DP8", dialect="moewe") == load_layout("EP8DP8")
 
 
 def test_file_with_pools_and_classes(tmp_path: Path) -> None:
@@ -43,6 +45,13 @@ def test_several_pools_are_refused_with_a_topology_that_works() -> None:
     with pytest.raises(TopologyError) as error:
         load_layout("dynamo-launch").single()
     assert "prefill: EP4DP16" in str(error.value) and "--topology EP64DP3" in str(error.value)
+
+
+def test_classes_are_refused_where_they_would_do_nothing(tmp_path: Path) -> None:
+    text = "serve: EP2DP1\nclasses:\n  short: {max_prompt_tokens: 512}\n  any: {}\n"
+    with pytest.raises(TopologyError, match=r"classes \(short, any\).*leave classes out") as error:
+        load_layout(write(tmp_path, text)).single()
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from moewe.topologies import Topology, TopologyError, expansion, make_topology, parse_topology
 
 

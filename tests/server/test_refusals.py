@@ -1,0 +1,200 @@
+"""What is refused at the door: lengths, fields and models, each with field, value and fix."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from moewe.runtime.config import EngineConfig, ScheduleOptions
+from tests.support.asking import HI, error_of, fake, post
+from tests.support.fake_replicas import FakeReplicas, make_state, tokenizer, with_server
+
+
+# --- lengths ----------------------------------------------------------------------------------------------------------
+def ids(count: int) -> list[int]:
+    return [5] * count
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_prompt_and_output_must_fit_the_context(path: str) -> None:
+    def body(count: int, **fields: Any) -> dict[str, Any]:
+        if path == "/v1/completions":
+            return {"model": "gull", "prompt": ids(count), **fields}
+        return {"model": "gull", "messages": [{"role": "user", "content": "x" * count}], **fields}
+
+    replicas = FakeReplicas(tokenizer(), lambda prompt: [5] * 100)
+    state = make_state(replicas, template="{{ messages[0].content }}", max_model_len=64)
+    for request in (body(64), body(60, max_tokens=10), body(200)):
+        response = post(state, path, request)
+        assert response.status_code == 400
+        assert error_of(response)["code"] == "context_length_exceeded"
+        assert "64" in error_of(response)["message"]
+    assert "70" in error_of(post(state, path, body(60, max_tokens=10)))["message"]
+    assert post(state, path, body(60, max_tokens=4)).status_code == 200
+
+
+def test_without_max_tokens_the_context_may_be_filled() -> None:
+    replicas = FakeReplicas(tokenizer(), lambda prompt: [5] * 100)
+    state = make_state(replicas, max_model_len=64)
+    body = post(state, "/v1/completions", {"model": "gull", "prompt": ids(60)}).json()
+    assert (body["usage"]["completion_tokens"], body["choices"][0]["finish_reason"]) == (4, "length")
+    assert (
+        post(state, "/v1/completions", {"model": "gull", "prompt": ids(6)}).json()["usage"]["completion_tokens"] == 16
+    )
+
+
+def test_newer_name_of_max_tokens_is_obeyed() -> None:
+    body = post(make_state(fake()), "/v1/chat/completions", HI | {"max_completion_tokens": 3}).json()
+    assert body["usage"]["completion_tokens"] == 3
+    response = post(make_state(fake()), "/v1/chat/completions", HI | {"max_completion_tokens": 3, "max_tokens": 5})
+    assert response.status_code == 400 and error_of(response)["param"] == "max_completion_tokens"
+
+
+def test_pool_is_named_when_it_sets_the_limit() -> None:
+    response = post(make_state(fake(), max_model_len=160), "/v1/completions", {"model": "gull", "prompt": ids(200)})
+    assert "10 KV blocks of 16 tokens" in error_of(response)["message"]
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (b'{"model":', "Invalid JSON"),
+        (b"", "Invalid JSON"),
+        (b"[]", "JSON object"),
+        (b'{"model":"gull","prompt":"a\\ud800b"}', "surrogate"),
+        (b'{"model":"gull","prompt":"a","user":"\\ud800"}', "surrogate"),
+        (b'{"model":"gull","prompt":"a","temperature":NaN}', "temperature"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature"),
+        ({"prompt": "a", "temperature": -1}, "temperature"),
+        ({"prompt": "a", "top_p": 0}, "top_p"),
+        ({"prompt": "a", "top_k": -2}, "top_k"),
+        ({"prompt": "a", "stop": [""]}, "stop"),
+        ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
+        ({"prompt": "a", "n": 0}, "n=0"),
+        ({"prompt": "a", "n": 2}, "n=2"),
+        ({"prompt": "a", "n": True}, "n=True"),
+        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
+        ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
+        ({"prompt": "a", "max_token": 1}, "'max_tokens'"),
+        ({"prompt": "a", "zzz": 1}, "zzz"),
+        ({"prompt": "a", "stream": True, "stream_options": {"include_usag": True}}, "include_usage"),
+        ({}, "prompt"),
+        ({"prompt": ""}, None),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [[1, 2], "a", 3]}, "prompt.2"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": [0, 600]}, "600"),
+        ({"prompt": [5279552648203111001]}, "5279552648203111001"),
+        ({"prompt": [-1]}, "-1"),
+        ({"prompt": [1.5]}, "1.5"),
+        ({"prompt": [True]}, "True"),
+    ],
+)
+def test_mistakes_in_completions_are_named(body: Any, named: str | None) -> None:
+    state = make_state(fake())
+    if isinstance(body, dict):
+        body = {"model": "gull"} | body
+    response = post(state, "/v1/completions", body)
+    if named is None:  # the tokenizer puts BOS there
+        assert response.status_code == 200
+        return
+    assert response.status_code == 400
+    assert named in error_of(response)["message"] and "\n" not in error_of(response)["message"]
+    assert error_of(response)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"messages": "hi"}, "messages"),
+        ({"messages": []}, "messages"),
+        ({}, "messages"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "role"),
+        ({"messages": [{"role": "user"}]}, "content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
+        ({"messages": [{"role": "user", "content": "a", "contents": "b"}]}, "contents"),
+        (HI | {"tools": [{"type": "function"}]}, "tools"),
+        (HI | {"response_format": {"type": "json_object"}}, "response_format"),
+        (HI | {"top_logprobs": 2}, "top_logprobs"),
+        (HI | {"chat_template": "{{ 1 }}"}, "chat_template"),
+        (HI | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ],
+)
+def test_mistakes_in_chats_are_named(body: dict[str, Any], named: str) -> None:
+    response = post(make_state(fake()), "/v1/chat/completions", {"model": "gull"} | body)
+    assert response.status_code == 400
+    assert named in error_of(response)["message"]
+
+
+def test_fields_that_change_nothing_are_taken() -> None:
+    body = HI | {
+        "user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "n": 1, "presence_penalty": 0,
+        "frequency_penalty": 0.0, "logit_bias": {}, "tools": None, "response_format": {"type": "text"}, "max_tokens": 1,
+        "parallel_tool_calls": True,
+    }  # fmt: skip
+    assert post(make_state(fake()), "/v1/chat/completions", body).status_code == 200
+
+
+def test_connection_stays_usable_after_a_mistake() -> None:
+    async def run(client: httpx.AsyncClient) -> list[int]:
+        bodies = [b'{"model":', json.dumps({"model": "gull", "prompt": "a", "max_tokens": 1}).encode()]
+        headers = {"content-type": "application/json"}
+        return [(await client.post("/v1/completions", content=body, headers=headers)).status_code for body in bodies]
+
+    assert with_server(make_state(fake()), run) == [400, 200]
+
+
+def test_wrong_content_type_is_named() -> None:
+    response = post(make_state(fake()), "/v1/completions", b"{}", headers={"content-type": "text/plain"})
+    assert response.status_code == 400 and "content-type" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("model", ["nope", None, "../../etc/passwd", "a\x00b"])
+def test_unknown_model_names_those_served(model: str | None) -> None:
+    response = post(
+        make_state(fake()), "/v1/completions", {"prompt": "a"} | ({} if model is None else {"model": model})
+    )
+    assert response.status_code == 404
+    assert error_of(response)["code"] == "model_not_found" and "'gull', 'moewe'" in error_of(response)["message"]
+
+
+def test_no_template_and_broken_templates() -> None:
+    for template, text in [(None, "no chat template"), ("{{ messages[0].content ", "does not compile"),
+                           ("{{ raise_exception('roles must alternate') }}", "roles must alternate")]:  # fmt: skip
+        state = make_state(fake(), template=template)
+        response = post(state, "/v1/chat/completions", HI)
+        assert response.status_code == 400 and text in error_of(response)["message"]
+        assert post(state, "/v1/completions", {"model": "gull", "prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_without_tokenizer_only_ids_are_served() -> None:
+    state = make_state(FakeReplicas(None, lambda prompt: [5] * 20))
+    body = post(state, "/v1/completions", {"model": "gull", "prompt": [1, 2], "max_tokens": 2}).json()
+    assert body["usage"]["completion_tokens"] == 2
+    for path, request in [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", HI),
+                          ("/v1/completions", {"prompt": [1], "stop": "a"})]:  # fmt: skip
+        assert post(state, path, {"model": "gull"} | request).status_code == 400
+
+
+def test_priority_is_refused_where_it_has_no_effect() -> None:
+    state = make_state(fake())
+    for path, body in (("/v1/completions", {"model": "gull", "prompt": "a"}), ("/v1/chat/completions", HI)):
+        response = post(state, path, body | {"priority": 3})
+        assert response.status_code == 400 and error_of(response)["param"] == "priority"
+        assert "--schedule-policy priority" in error_of(response)["message"]
+        assert post(state, path, body | {"priority": 0, "max_tokens": 1}).status_code == 200
+    replicas = fake()
+    state = make_state(replicas)
+    state.config = EngineConfig(model=state.config.model, schedule=ScheduleOptions(policy="priority"))
+    assert post(state, "/v1/completions", {"model": "gull", "prompt": "a", "priority": 3}).status_code == 200
+    assert [priority for _, _, priority in replicas.submitted.values()] == [3]

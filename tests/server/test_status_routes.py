@@ -1,0 +1,57 @@
+"""Models, topology, health and readiness, and paths that do not exist."""
+
+from __future__ import annotations
+
+from moewe.server.state import Phase
+from tests.support.asking import error_of, fake, get, post
+from tests.support.fake_replicas import make_state
+
+
+def test_models_are_listed_under_every_name() -> None:
+    state = make_state(fake())
+    assert [card["id"] for card in get(state, "/v1/models").json()["data"]] == ["gull", "moewe"]
+    assert get(state, "/v1/models/moewe").json()["max_model_len"] == 64
+    assert get(state, "/v1/models/nope").status_code == 404
+    assert get(state, "/v1/models/../../etc/passwd").status_code == 404
+
+
+def test_topology_shows_ranks_slots_and_processes() -> None:
+    state = make_state(fake())
+    view = get(state, "/v1/topology").json()
+    assert view["topology"] == "EP2DP1[adp=2,atp=1,red=0]" and view["num_ranks"] == 2
+    ranks = view["replicas"][0]["ranks"]
+    assert [(rank["slots"], rank["experts"], rank["pid"]) for rank in ranks] == [
+        ([0, 2], [0, 1], 11),
+        ([2, 4], [2, 3], 12),
+    ]
+    drawing = get(state, "/v1/topology", params={"format": "text"}).text
+    assert "slots 2-3" in drawing and "EP2DP1" in drawing
+    assert get(state, "/v1/topology", params={"format": "png"}).status_code == 400
+
+
+def test_phases_of_health_and_readiness() -> None:
+    state = make_state(None)
+    assert get(state, "/health").status_code == 200 and get(state, "/ready").status_code == 503
+    assert get(state, "/v1/topology").json()["replicas"][0]["ranks"][0]["slots"] == [0, 2]
+    response = post(state, "/v1/completions", {"model": "gull", "prompt": "a"})
+    assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
+    assert error_of(response)["code"] == "loading"
+    assert get(state, "/v1/models").status_code == 503
+    state = make_state(fake())
+    assert get(state, "/health").json() == {"status": "ok"} and get(state, "/ready").status_code == 200
+    state.enter(Phase.DRAINING)
+    assert get(state, "/health").status_code == 200 and get(state, "/ready").status_code == 503
+    assert post(state, "/v1/completions", {"model": "gull", "prompt": "a"}).status_code == 503
+    state.problem = "rank 1 was killed"
+    state.enter(Phase.FAILED)
+    assert get(state, "/health").status_code == 503 and "rank 1" in get(state, "/health").json()["reason"]
+    state.enter(Phase.READY)
+    assert state.phase is Phase.FAILED
+
+
+def test_unknown_paths_and_methods_answer_with_error_objects() -> None:
+    state = make_state(fake())
+    assert error_of(get(state, "/v1/nothing"))["code"] == "not_found"
+    response = get(state, "/v1/completions")
+    assert response.status_code == 405 and "not served" in error_of(response)["message"]
+    assert get(state, "/version").json()["version"]
