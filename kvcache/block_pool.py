@@ -71,6 +71,15 @@ class BlockPool:
         """Return the ids given out and not returned, ascending, i32."""
         return np.flatnonzero(self._used).astype(np.int32)
 
+    def is_whole(self) -> bool:
+        """Tell whether every block is free, exactly once."""
+        everything = np.arange(self.num_blocks, dtype=np.int32)
+        return (
+            self._num_free == self.num_blocks
+            and not self._used.any()
+            and np.array_equal(np.sort(self._stack), everything)
+        )
+
     def check_invariants(self) -> None:
         """Raise AssertionError unless every block is exactly once either free or used."""
         free = self._stack[: self._num_free]

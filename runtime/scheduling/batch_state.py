@@ -130,6 +130,20 @@ class BatchState:
         """Return the requests of `rank` in order of slot."""
         return [request for request in self.requests[rank] if request is not None]
 
+    def residue(self) -> str | None:
+        """Say what is left in a batch that should be empty; None when the books balance. Cheap, and no assertion."""
+        if self.phase.any() or any(request is not None for requests in self.requests for request in requests):
+            return f"{int(np.count_nonzero(self.phase))} slots are taken"
+        if self.held.any() or self.computed.any():
+            return "a free slot holds blocks"
+        for rank, pools in enumerate(self.pools):
+            if not all(pool.is_whole() for pool in pools):
+                used = [pool.num_used for pool in pools]
+                return f"KV blocks in use on rank {rank}, by cache group: {used} of {self.config.num_blocks}"
+        if (self.free_blocks != self.config.num_blocks).any():
+            return f"free blocks are counted as {self.free_blocks.tolist()} of {self.config.num_blocks}"
+        return None
+
     def check_invariants(self) -> None:
         """Raise AssertionError when arrays, pools and requests contradict each other."""
         taken = self.phase != FREE

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from moewe.runtime.deltas import logprob_entries, seed_sequence
 from moewe.runtime.engine import Engine
 from moewe.runtime.messages import Submit
 from moewe.runtime.params import SamplingParams
-from moewe.runtime.plan import FINISH_ERROR, RankResult, StepResult, TokenLogprobs, pack
+from moewe.runtime.plan import FINISH_ERROR, RankPlan, RankResult, StepResult, TokenLogprobs, pack
 from moewe.runtime.ranks.batch import WorkerBatch
 from moewe.runtime.scheduler import Scheduler
 from moewe.runtime.scheduling.limits import SchedulerConfig
-
 from tests.support.fake_worker import VOCAB_SIZE
 
 LIMITS = SchedulerConfig(
@@ -41,6 +41,8 @@ class FakeGroup:
 
     def submit(self, plan):
         self.plans.append(plan)
+        for batch in self.batches if plan.header.snapshot else ():
+            batch.apply(RankPlan(), snapshot=True)
         self.results.append(StepResult(step=plan.header.step, ranks=tuple(map(self._run, self.batches, plan.ranks))))
         self.most_in_flight = max(self.most_in_flight, len(self.results))
 
