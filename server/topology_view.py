@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from ..moe.wide_ep.placement import linear_placement
-from ..topologies import RankGrid, parse_topology
+from ..topologies import RankGrid, parse_topology, placement_summary
 from .state import ServerState
 
 
 def topology_map(state: ServerState) -> dict[str, Any]:
-    """Return the map."""
+    """Return the map. `expert_ranks[e]` is the rank, in every replica, that holds routed expert e."""
     topology = parse_topology(state.config.parallel.topology)
     model = state.model_config
     num_experts = model.moe.routing.num_experts if model.moe is not None else 0
@@ -23,6 +23,7 @@ def topology_map(state: ServerState) -> dict[str, Any]:
     for rank, (start, stop) in enumerate(placement.slot_ranges):
         experts = placement.local_experts(rank).tolist() if num_experts else []
         ranks.append({"rank": rank, "slots": [start, stop], "experts": experts, "num_experts": len(experts)})
+    expert_ranks = [rank["rank"] for rank in ranks for _ in rank["experts"]]
     replicas = [
         {"replica": replica, "ranks": [{**rank, **_live(state, replica, rank["rank"])} for rank in ranks]}
         for replica in range(topology.dp)
@@ -37,6 +38,7 @@ def topology_map(state: ServerState) -> dict[str, Any]:
         "num_ranks": topology.num_ranks,
         "model": state.names[0],
         "num_experts": num_experts,
+        "expert_ranks": expert_ranks,
         "num_moe_layers": len(model.moe_layers),
         "device": state.config.parallel.device,
         "phase": state.phase.value,
@@ -49,6 +51,8 @@ def topology_drawing(state: ServerState) -> str:
     view = topology_map(state)
     topology = parse_topology(view["topology"])
     lines = [view["topology"], "", str(RankGrid(topology, topology.num_ranks)), ""]
+    if view["num_experts"]:
+        lines += [f"experts of a replica: {placement_summary(topology, view['num_experts'])}", ""]
     for replica in view["replicas"]:
         for rank in replica["ranks"]:
             start, stop = rank["slots"]

@@ -2,6 +2,7 @@
 
 Not the values (runtime/metrics/export.py). Names follow Prometheus: base units, `moewe_` in front, counters with
 `_total` at the end.
+`phase` is the kind of a step over all ranks of its group, so a rank without rows counts the step too.
 Labels are bounded: replicas, ranks, the four phases, the seven components; never layers or experts.
 """
 
@@ -77,15 +78,21 @@ METRICS: tuple[Metric, ...] = (
     Metric("moewe_kv_blocks_used", "gauge", _RANK, "blocks", "KV blocks that running requests hold."),
     Metric("moewe_kv_blocks", "gauge", _RANK, "blocks", "KV blocks there are."),
     Metric("moewe_kv_usage_ratio", "gauge", _RANK, "ratio", "Used over existing KV blocks."),
-    Metric("moewe_steps_total", "counter", _PHASE, "steps", "Steps by what the rank did in them."),
+    Metric("moewe_steps_total", "counter", _PHASE, "steps", "Steps by the kind of step."),
     Metric(
         "moewe_batch_tokens_total",
         "counter",
         _PHASE,
         "tokens",
-        "Rows that steps ran; over `moewe_steps_total` it is the mean batch.",
+        "Rows that the rank ran in such steps; over `moewe_steps_total` it is the mean batch.",
     ),
-    Metric("moewe_busy_seconds_total", "counter", _PHASE, "seconds", "Time from first to last operation of steps."),
+    Metric(
+        "moewe_busy_seconds_total",
+        "counter",
+        _PHASE,
+        "seconds",
+        "Time from first to last operation of steps, waiting for other ranks within them included.",
+    ),
     Metric(
         "moewe_memory_bytes_total",
         "counter",
@@ -98,21 +105,22 @@ METRICS: tuple[Metric, ...] = (
         "gauge",
         _RANK,
         "bytes/second",
-        "Reading speed of the rank's memory, measured at start.",
+        "Reading speed of the rank's memory while all ranks of its replica read, measured at start.",
     ),
     Metric(
         "moewe_memory_saturation_ratio",
         "gauge",
         _PHASE,
         "ratio",
-        "Bytes of weights and KV over busy time x ceiling, in the last one to two minutes; 0 when it did not run.",
+        "Bytes of weights and KV over busy time x ceiling, in the last one to two minutes; 0 when no such step ran.",
     ),
     Metric(
         "moewe_cache_resident",
         "gauge",
         _RANK,
         "1",
-        "1 when the rank's weights fit the last-level cache: the saturation ratio then says nothing about memory.",
+        "1 when the weights of all ranks of the replica together fit the host's last-level cache, or the ceiling was "
+        "measured in a cache: the saturation ratio then says nothing about memory.",
     ),
     Metric("moewe_weight_bytes", "gauge", _RANK, "bytes", "Weights that the rank holds."),
     Metric("moewe_expert_tokens_total", "counter", _RANK, "tokens", "Rows that routed experts of the rank computed."),
