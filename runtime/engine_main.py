@@ -32,13 +32,13 @@ from .messages import (
     Submit,
     ToEngine,
 )
-from .metrics.reporter import StatsReporter
 from .processes.channel import Channel, ChannelClosed
 from .processes.child import enter_child, log_as
 from .processes.group import Group, GroupParts
 from .processes.launch import EngineStart
 from .processes.workers import RankLost
 from .prompts import model_tokenizer
+from .reporter import StatsReporter
 from .scheduler import Scheduler
 from .scheduling.limits import SchedulerConfig
 from .start_up import check_blocks, stall_limits

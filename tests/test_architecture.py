@@ -40,23 +40,35 @@ INNER = {
     "runtime.metrics": "runtime",
 }
 
-# Files that must not import torch: they decide, or they run where no device is.
+# What each folder inside the runtime may import of the rest of it. `scheduling` decides and `ranks` execute; neither
+# knows how they are joined (`processes`) or watched (`metrics`).
+RUNTIME_EDGES = {
+    "scheduling": {"plan", "params"},
+    "ranks": {"plan", "params", "config", "resolve"},
+    "processes": {"plan", "messages", "config", "worker_main"},
+    "metrics": {"plan", "messages"},
+}
+
+# Folders and files that must not import torch: they decide, or they run where no device is.
 NO_TORCH = [
     "text/",
     "telemetry/",
+    "native/",
     "topologies/",
-    "runtime/scheduler",
-    "runtime/engine.py",
-    "runtime/plan.py",
-    "runtime/messages.py",
-    "runtime/scheduling/batch_state.py",
-    "runtime/scheduling/policy.py",
-    "runtime/balance.py",
-    "runtime/scheduling/request.py",
+    "kvcache/block_pool.py",
+    "kvcache/groups.py",
+    "runtime/",
     "server/",
     "moewe/",
 ]
-MAY_IMPORT_TORCH = {"topologies/groups.py"}
+MAY_IMPORT_TORCH = {
+    "topologies/groups.py",
+    "runtime/gpus.py",
+    "runtime/worker.py",
+    "runtime/worker_main.py",
+    "runtime/ranks/memory.py",
+    "runtime/ranks/sampler.py",
+}
 MAX_LINES = 400
 
 
@@ -67,14 +79,9 @@ def package_files() -> list[Path]:
 
 def package_of(path: Path) -> str:
     """Return the package of LEVELS that holds `path`: the longest dotted prefix that has a level."""
-    parts = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    for end in range(len(parts), 0, -1):
-        name = ".".join(parts[:end])
-        if name in LEVELS:
-            return name
-        if name in INNER:
-            return INNER[name]
-    raise AssertionError(f"{path} is in no package of LEVELS")
+    package = target_package(".".join(path.relative_to(ROOT).parts[:-1]))
+    assert package is not None, f"{path} is in no package of LEVELS"
+    return package
 
 
 def imported_modules(path: Path) -> list[tuple[int, str]]:
@@ -93,6 +100,7 @@ def imported_modules(path: Path) -> list[tuple[int, str]]:
 
 
 def target_package(module: str) -> str | None:
+    """Return the package of LEVELS that `module`, dotted below moewe, belongs to."""
     parts = module.split(".")
     if parts[0] == "moewe":
         parts = parts[1:] or ["moewe"]
@@ -148,11 +156,42 @@ def test_deciding_files_do_not_import_torch(path: Path) -> None:
         assert not any(n.split(".")[0] == "torch" for n in names), f"{name}:{node.lineno} imports torch"
 
 
+@pytest.mark.parametrize("name", [*NO_TORCH, *MAY_IMPORT_TORCH])
+def test_torch_rules_name_what_exists(name: str) -> None:
+    assert (ROOT / name).is_dir() if name.endswith("/") else (ROOT / name).is_file(), f"{name} matches nothing"
+
+
+@pytest.mark.parametrize("folder", RUNTIME_EDGES)
+def test_folders_of_the_runtime_import_only_what_their_row_allows(folder: str) -> None:
+    allowed = RUNTIME_EDGES[folder] | {folder}
+    files = sorted((ROOT / "runtime" / folder).rglob("*.py"))
+    assert files
+    wrong, used = [], set()
+    for path in files:
+        for line, module in imported_modules(path):
+            parts = module.split(".")
+            if parts[0] == "runtime":
+                used.add(parts[1])
+                if parts[1] not in allowed:
+                    wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+    assert not wrong, "\n".join(wrong)
+    assert RUNTIME_EDGES[folder] <= used, f"nobody needs {RUNTIME_EDGES[folder] - used}: strike it"
+
+
+def test_every_folder_of_the_runtime_has_a_row() -> None:
+    assert {path.parent.name for path in (ROOT / "runtime").glob("*/__init__.py")} == set(RUNTIME_EDGES)
+
+
 @pytest.mark.parametrize("path", package_files(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_are_short_and_say_what_they_are(path: Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) <= MAX_LINES
-    assert ast.get_docstring(ast.parse(text)), "a module opens with what it is, what it is not, shapes and units"
+def test_files_say_what_they_are(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text())), "a module opens with what it is, what it is not, and units"
+
+
+def test_files_are_short() -> None:
+    """Tests and benchmarks too: who reads them is no more patient."""
+    others = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in [*package_files(), *others]}
+    assert not {name: lines for name, lines in long.items() if lines > MAX_LINES}
 
 
 def test_no_package_is_called_utils() -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ..engine import Engine
-from ..messages import Stats, ToEngine
-from ..processes.channel import Channel
-from ..processes.workers import Workers
-from .stats import rank_stats
+from .engine import Engine
+from .messages import Stats, ToEngine
+from .metrics.stats import rank_stats
+from .processes.channel import Channel
+from .processes.workers import Workers
 
 BUSY_EVERY_S = 0.5
 IDLE_EVERY_S = 1.0
