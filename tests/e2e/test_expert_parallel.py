@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from moewe.runtime.messages import Stats
+from moewe.runtime.metrics.ranks import ReplicaMetrics
+from moewe.runtime.metrics.stats import encode_counters, rank_stats
 from tests.support.comparison import compare_runs, compare_with_reference
 from tests.support.fixtures import (
     MOE_FIXTURES,
@@ -119,9 +122,23 @@ def test_one_expert_receives_everything():
         group.run()
         per_expert = sum_per_expert(group)
         num_rows = sum(sum(step.rows) for step in group.steps)
+        shown = exported_imbalance(group)
+    assert shown["rank"] >= 2.0, "rank 3 got half of all rows at least, a fourth would be even"
+    assert shown["slot"] >= 4.0, "expert 7 got half of all rows at least, an eighth would be even"
     compare_with_reference(path, outcome)
     assert (per_expert[:, 7] == num_rows).all(), "a row missed expert 7"
     assert (per_expert.sum(1) == 2 * num_rows).all(), "rows were dropped"
+
+
+def exported_imbalance(group):
+    """What /metrics would show for `group`, by level."""
+    metrics = ReplicaMetrics(0)
+    ranks = [
+        rank_stats(rank, encode_counters(worker.counters), used_blocks=0, total_blocks=1)
+        for rank, worker in enumerate(group.workers)
+    ]
+    metrics.observe(Stats(num_running=0, num_waiting=0, num_preemptions=0, num_steps=1, ranks=tuple(ranks)), 1.0)
+    return {labels[1]: value for name, labels, value in metrics.samples() if name == "moewe_expert_imbalance_ratio"}
 
 
 def sum_per_expert(group):
