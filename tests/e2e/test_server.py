@@ -98,22 +98,22 @@ def test_mistakes_come_back_as_openai_errors(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_clients_that_hang_up_leave_nothing(server: ServerProcess, stream: bool) -> None:
-    """Eight long requests, four of them still in the queue, and all clients gone at once."""
+    """P-KV-02: twelve long requests, four of them still in the queue, and all clients gone at once."""
     before = server.counters()
     body = f'{{"model":"{NAME}","prompt":"x","max_tokens":2000,"ignore_eos":true,"stream":{str(stream).lower()}}}'
     head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n{body}"
-    connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(8)]
+    connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(12)]
     for connection in connections:
         connection.sendall(head.encode())
     time.sleep(0.5)
     running = server.counters()
-    assert running["moewe_requests_running"] > 0
+    assert running["moewe_requests_running"] == 8 and running["moewe_requests_waiting"] == 4
     for connection in connections:
         connection.close()
-    server.wait_idle(within=2.0)
+    server.wait_idle(within=1.0)
     after = server.counters()
     name = "moewe_requests_finished_total|abort"
-    assert after[name] - before[name] == 8
+    assert after[name] - before[name] == 12
 
 
 def test_metrics_say_what_clients_counted(server: ServerProcess) -> None:

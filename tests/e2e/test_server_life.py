@@ -96,6 +96,29 @@ def test_killed_rank_is_named_and_ends_the_server(busy: bool) -> None:
         assert "rank 2" in server.log() and not server.survivors()
 
 
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_stopped_rank_is_named_and_ends_the_server(busy: bool) -> None:
+    """A rank that stands still holds all others; at the default patience everything is over within ten seconds."""
+    with serving() as server:
+        ranks = httpx.get(f"{server.url}/v1/topology").json()["replicas"][0]["ranks"]
+        stream = iter(server.client().completions.create(**ASKED, max_tokens=4000)) if busy else iter(())
+        if busy:
+            next(stream)
+        os.kill(ranks[1]["pid"], signal.SIGSTOP)
+        stopped = time.monotonic()
+        status = 200
+        while status == 200:
+            assert time.monotonic() - stopped < 10
+            status = server.status("/health")
+            time.sleep(0.05)
+        assert status == 503
+        if busy:
+            with pytest.raises(openai.APIError, match="rank 1"):
+                list(stream)
+        assert server.exit_code(timeout=max(0.1, stopped + 10 - time.monotonic())) == 3, server.log()
+        assert "rank 1" in server.log() and not server.survivors()
+
+
 def test_killed_server_leaves_no_rank() -> None:
     with serving() as server:
         server.signal(signal.SIGKILL)
