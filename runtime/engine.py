@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .deltas import TokenText, logprob_entries
-from .messages import INVALID_REQUEST, QUEUE_FULL, Delta, Submit
+from .messages import INVALID_REQUEST, QUEUE_FULL, Delta, Submit, refusal
 from .params import SamplingParams
 from .plan import StepPlan, StepResult, unpack
 from .scheduler import Scheduler
@@ -109,7 +109,7 @@ class Engine:
             self.scheduler.add(request)
         except ValueError as error:
             code = QUEUE_FULL if isinstance(error, QueueFullError) else INVALID_REQUEST
-            return Delta(request_id=submit.request_id, finish_reason="error", error=str(error), error_code=code)
+            return refusal(submit.request_id, str(error), code)
         self._live[request.request_id] = _Live(request, text)
         return None
 

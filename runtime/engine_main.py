@@ -31,6 +31,7 @@ from .messages import (
     Stopped,
     Submit,
     ToEngine,
+    refusal,
 )
 from .processes.channel import Channel, ChannelClosed
 from .processes.child import enter_child, log_as
@@ -221,8 +222,7 @@ class EngineLoop:
             case Shutdown():
                 self._shutdown = command
             case Submit(request_id=request_id) if self._shutdown is not None:
-                why = {"error": "the server is shutting down", "error_code": SHUTTING_DOWN}
-                self._emit([Delta(request_id=request_id, finish_reason="error", **why)])
+                self._emit([refusal(request_id, "the server is shutting down", SHUTTING_DOWN)])
             case Submit():
                 refused = engine.add(command)
                 self._emit([refused] if refused is not None else [])

@@ -80,6 +80,11 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     error_code: str | None = None
 
 
+def refusal(request_id: str, error: str, code: str) -> Delta:
+    """Return the one delta of a request that is not run; `code` is one of ERROR_CODES."""
+    return Delta(request_id=request_id, finish_reason="error", error=error, error_code=code)
+
+
 class Outputs(Message, frozen=True, kw_only=True):
     """Deltas of one step, at most one a request."""
 
@@ -92,7 +97,6 @@ class Loading(Message, frozen=True, kw_only=True):
     rank: int
     done_bytes: int
     total_bytes: int
-    stage: str = "weights"
 
 
 class Ready(Message, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ from .messages import (
     Stats,
     Stopped,
     Submit,
+    refusal,
 )
 from .plan import unpack
 from .processes.channel import ChannelClosed, ChannelFull
@@ -120,8 +121,7 @@ class Replica:
         try:
             self._post(request)
         except ChannelFull as error:
-            why = {"error": f"the engine is busy: {error}", "error_code": ENGINE_BUSY}
-            self._refused.append(Delta(request_id=request.request_id, finish_reason="error", **why))
+            self._refused.append(refusal(request.request_id, f"the engine is busy: {error}", ENGINE_BUSY))
 
     def abort(self, request_id: str) -> None:
         """Ask to forget a request; its last delta says so."""

@@ -24,7 +24,7 @@ class SchedulerConfig:
         max_num_batched_tokens: most rows of a step.
         policy: `fcfs`, or `priority` (lower number first, then arrival).
         exchange: name of the exchange that every step uses.
-        max_queued_requests: waiting requests of the whole group; more are refused.
+        max_queued_requests: waiting requests of the whole group, beside one a slot; more are refused.
         eos_token_ids: tokens that end a sequence, unless it ignores them.
         num_groups: cache groups, all of kind `full`.
         max_chunk_tokens: most prompt tokens of one sequence in one step; None sets no limit but the step's.

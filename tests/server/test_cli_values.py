@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moewe.runtime.options import engine_config, option_names
+from moewe.runtime.options import engine_config, layout_config, option_names
 from moewe.runtime.params import SamplingParams
 from moewe.server.cli_options import ENGINE, HTTP, SAMPLE, SHARED, flags_of, without_aliases
 from moewe.server.cli_values import Settings, parse_bytes, read_settings
@@ -154,3 +154,11 @@ def test_engine_options_of_the_wrong_name_or_kind(options: dict[str, Any], word:
     with pytest.raises(ValueError) as error:
         engine_config(options)
     assert word in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_layout_becomes_one_topology_in_the_dialect_that_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    assert layout_config({"model": "m"}).parallel.topology == "EP1DP1[adp=1,atp=1,red=0]"
+    for dialect, short in ((None, "EP8DP8"), ("moewe", "EP8DP8"), ("vllm", "EP8DP1")):
+        made = layout_config({"model": "m", "topology": "EP8DP8"}, dialect=dialect)
+        assert made.parallel.topology.startswith(f"{short}[")
+    assert len(caplog.messages) == 2 and all("did you mean EP8DP1" in line for line in caplog.messages)
