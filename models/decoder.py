@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from ..attention.batch import AttentionBatch
 from ..kvcache import KVStorage
-from ..moe.layer import MoELayer
+from ..moe.layer import MoELayer, num_bytes
 from ..moe.wide_ep.exchange import Exchange
 from ..moe.wide_ep.placement import ExpertPlacement
 from ..telemetry import RankCounters, RankProgress
@@ -38,10 +38,6 @@ class ForwardBatch:
     positions: torch.Tensor
     attention: AttentionBatch
     sample_rows: torch.Tensor
-
-
-def _num_bytes(*tensors: torch.Tensor | None) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 class Decoder:
@@ -94,7 +90,7 @@ class Decoder:
                 )
             )
         self._attention_bytes = sum(map(_attention_bytes, weights.layers))
-        self._dense_bytes = sum(map(_dense_bytes, weights.layers)) + _num_bytes(weights.final_norm)
+        self._dense_bytes = sum(map(_dense_bytes, weights.layers)) + num_bytes(weights.final_norm)
 
     @property
     def config(self) -> ModelConfig:
@@ -129,26 +125,26 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of `hidden` [S, D]: [S, V] f32."""
         if hidden.shape[0]:
-            self._counters.add_bytes("dense", _num_bytes(self._weights.head))
+            self._counters.add_bytes("dense", num_bytes(self._weights.head))
         return F.linear(hidden, self._weights.head).float()
 
     def _count_weights(self, x: torch.Tensor) -> None:
         """Count weights that a step with rows reads once: all but routed experts (moe/layer.py) and the head."""
         counters = self._counters
         counters.add_bytes("attention", self._attention_bytes)
-        counters.add_bytes("dense", self._dense_bytes + _num_bytes(x))  # x: embedding rows read
+        counters.add_bytes("dense", self._dense_bytes + num_bytes(x))  # x: embedding rows read
         # The residual stream, read and written around each half of a layer; what a half keeps in cache is not counted.
-        counters.add_bytes("activations", 4 * len(self._weights.layers) * _num_bytes(x))
+        counters.add_bytes("activations", 4 * len(self._weights.layers) * num_bytes(x))
 
     def _count_kv(self, layer: int, num_rows: int, batch: AttentionBatch, storage: KVStorage) -> None:
         self._counters.add_bytes("kv", (batch.kv_tokens_read + num_rows) * storage.bytes_per_token(layer))
 
 
 def _attention_bytes(layer: LayerWeights) -> int:
-    return _num_bytes(layer.input_norm, layer.qkv, layer.qkv_bias, layer.o, layer.o_bias, layer.q_norm, layer.k_norm)
+    return num_bytes(layer.input_norm, layer.qkv, layer.qkv_bias, layer.o, layer.o_bias, layer.q_norm, layer.k_norm)
 
 
 def _dense_bytes(layer: LayerWeights) -> int:
     """Weights of a layer that are neither attention's nor the MoE layer's own affair (it counts router and shared)."""
     dense = layer.dense
-    return _num_bytes(layer.post_attention_norm, *((dense.w13, dense.w2) if dense is not None else ()))
+    return num_bytes(layer.post_attention_norm, *((dense.w13, dense.w2) if dense is not None else ()))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import stat
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -110,13 +109,6 @@ class Fields:
         value = self._value(name, default)
         if type(value) is not bool:
             raise self.refuse(name, value, "must be true or false")
-        return value
-
-    def string(self, name: str, choices: Sequence[str], default: str = _MISSING) -> str:
-        """Return a string that is one of `choices`."""
-        value = self._value(name, default)
-        if type(value) is not str or value not in choices:
-            raise self.refuse(name, value, f"must be one of: {', '.join(choices)}")
         return value
 
     def integers(self, name: str, low: int, high: int, max_length: int) -> tuple[int, ...]:

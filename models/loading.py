@@ -12,43 +12,45 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Required, TypedDict, Unpack
 
 import torch
 
 from ..moe.wide_ep.placement import ExpertPlacement
-from .allocation import allocate_weights
+from .allocation import Allocation, allocate_weights
 from .checkpoint import Checkpoint, open_checkpoint
-from .config import ConfigError, ModelConfig
+from .config import ModelConfig
 from .dummy import fill_randomly
-from .json_fields import show
 from .name_map import Matched, match_tensors
 from .safetensors_file import SafetensorsFile
 from .weights import ModelWeights
 
 CHUNK_BYTES = 16 << 20
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
 _STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _log = logging.getLogger(__name__)
 OnProgress = Callable[[int, int], None]
 
 
-class LoadOptions(TypedDict, total=False):
-    """How to hold and read weights.
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Which share of the weights to hold, and how.
 
     Attributes:
         dtype: of the weights held (a router or bias that its family keeps in fp32 stays fp32).
-        device: where they are held; the CPU by default.
-        load_format: `auto` or `safetensors` read the checkpoint, `dummy` makes random weights from the config alone.
+        placement: which expert slots a rank owns; None holds all experts (or the model is dense).
+        rank: in the expert-parallel group.
+        device: where they are held.
+        dummy: make random weights from the config alone instead of reading a checkpoint.
         seed: of dummy weights.
-        num_threads: how many read (or fill) at once.
+        num_threads: how many read (or fill) at once, at least 1.
     """
 
-    dtype: Required[torch.dtype]
-    device: str | torch.device
-    load_format: str
-    seed: int
-    num_threads: int
+    dtype: torch.dtype
+    placement: ExpertPlacement | None = None
+    rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dummy: bool = False
+    seed: int = 0
+    num_threads: int = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,40 +71,28 @@ class LoadReport:
 
 
 def load_weights(
-    path: Path,
-    config: ModelConfig,
-    *,
-    placement: ExpertPlacement | None,
-    rank: int,
-    on_progress: OnProgress | None = None,
-    **options: Unpack[LoadOptions],
+    path: Path, config: ModelConfig, options: LoadOptions, *, on_progress: OnProgress | None = None
 ) -> LoadReport:
-    """Load what `rank` holds.
+    """Load what one rank holds.
 
     Args:
-        path: model folder; not read for `load_format="dummy"`.
+        path: model folder; not read for dummy weights.
         config: of the model.
-        placement: which expert slots a rank owns; None holds all experts (or the model is dense).
-        rank: in the expert-parallel group.
+        options: which share of it, and how.
         on_progress: told (bytes done, bytes in all) now and then.
-        options: see `LoadOptions`.
 
     Raises:
         ConfigError: the checkpoint is incomplete, damaged, or of another model.
     """
-    device, num_threads = torch.device(options.get("device", "cpu")), options.get("num_threads", 4)
-    load_format = options.get("load_format", "auto")
-    if load_format not in LOAD_FORMATS:
-        raise ConfigError(f"load_format = {show(load_format)} is unknown; use one of: {', '.join(LOAD_FORMATS)}")
-    if load_format == "dummy":
-        return _make_dummy(config, placement, rank, on_progress or _quiet, options)
+    if options.dummy:
+        return _make_dummy(config, options, on_progress or _quiet)
     with open_checkpoint(path) as checkpoint:
         matched = match_tensors(checkpoint.tensors, config)
-        allocation = allocate_weights(config, placement, rank, dtype=options["dtype"], device=device)
+        allocation = _allocate(config, options)
         reads = _plan_reads(matched, allocation.targets)
-        written = _run_reads(reads, num_threads, on_progress or _quiet)
+        written = _run_reads(reads, options.num_threads, on_progress or _quiet)
     prove_filled(allocation.weights, written)
-    if rank == 0:
+    if options.rank == 0:
         _log_leftovers(checkpoint, matched)
     return LoadReport(
         weights=allocation.weights,
@@ -174,7 +164,7 @@ def _run_reads(reads: list[_Read], num_threads: int, on_progress: OnProgress) ->
     total, done, staging = sum(read.num_bytes for read in reads), 0, _Staging()
     written = []
     on_progress(0, total)
-    with ThreadPoolExecutor(max(1, num_threads), thread_name_prefix="load") as pool:
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as pool:
         futures = {pool.submit(_run_read, read, staging): read for read in reads}
         try:
             for future in as_completed(futures):
@@ -198,15 +188,12 @@ def _run_read(read: _Read, staging: _Staging) -> tuple[int, int]:
     return target.data_ptr(), target.data_ptr() + target.nbytes
 
 
-def _make_dummy(
-    config: ModelConfig,
-    placement: ExpertPlacement | None,
-    rank: int,
-    on_progress: OnProgress,
-    options: LoadOptions,
-) -> LoadReport:
-    device = torch.device(options.get("device", "cpu"))
-    allocation = allocate_weights(config, placement, rank, dtype=options["dtype"], device=device)
+def _allocate(config: ModelConfig, options: LoadOptions) -> Allocation:
+    return allocate_weights(config, options.placement, options.rank, dtype=options.dtype, device=options.device)
+
+
+def _make_dummy(config: ModelConfig, options: LoadOptions, on_progress: OnProgress) -> LoadReport:
+    allocation = _allocate(config, options)
     total, written = allocation.weights.num_bytes, []
     done = 0
 
@@ -217,8 +204,7 @@ def _make_dummy(
         on_progress(done, total)
 
     on_progress(0, total)
-    seed, num_threads = options.get("seed", 0), options.get("num_threads", 4)
-    fill_randomly(allocation.targets, seed=seed, num_threads=max(1, num_threads), on_filled=on_filled)
+    fill_randomly(allocation.targets, seed=options.seed, num_threads=options.num_threads, on_filled=on_filled)
     prove_filled(allocation.weights, written)
     return LoadReport(weights=allocation.weights, bytes_held=total, bytes_read=0, ignored=())
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ..telemetry import RankCounters, RankProgress
 from .experts import ExpertWeights, grouped_ffn, swiglu
 from .routing import RoutingConfig, route
-from .wide_ep import Exchange, ExpertPlacement, replica_table
+from .wide_ep import Exchange, ExpertPlacement, assign_replicas, replica_table
 
 
 class GatedFFN(Protocol):
@@ -62,7 +62,8 @@ class LayerExperts(Protocol):
         ...
 
 
-def _num_bytes(*tensors: torch.Tensor | None) -> int:
+def num_bytes(*tensors: torch.Tensor | None) -> int:
+    """Return what `tensors` take in memory, None for those that do not exist."""
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
@@ -99,17 +100,15 @@ class MoELayer:
         self._router = weights.router.float()  # [E, D]: logits are computed in fp32
         self._selection_bias = weights.selection_bias
         self._experts, self._shared, self._shared_gate = weights.experts, weights.shared, weights.shared_gate
-        table = replica_table(placement, moe_layer, rank)  # [E + 1] i32
+        self._placement, self._rank = placement, rank
         # Valid ids cannot lack an owner when every expert has one, so the check costs nothing in a sound placement.
-        self._all_owned = bool((table[:-1] >= 0).all())
-        is_identity = torch.equal(table[:-1], torch.arange(len(table) - 1, dtype=torch.int32))
-        self._table = None if is_identity else table.to(device)
+        self._all_owned = bool((replica_table(placement, moe_layer, rank)[:-1] >= 0).all())
         self._no_ids = torch.empty(0, routing.top_k, dtype=torch.int32, device=device)
         self._no_weights = torch.empty(0, routing.top_k, device=device)
         self._bytes_per_slot = weights.experts.bytes_per_slot
-        self._router_bytes = _num_bytes(self._router, weights.selection_bias)
+        self._router_bytes = num_bytes(self._router, weights.selection_bias)
         shared = weights.shared
-        self._shared_bytes = _num_bytes(shared.w13, shared.w2, weights.shared_gate) if shared is not None else 0
+        self._shared_bytes = num_bytes(shared.w13, shared.w2, weights.shared_gate) if shared is not None else 0
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Return what the experts add to the residual: [T, D] -> [T, D]."""
@@ -130,9 +129,7 @@ class MoELayer:
 
     def _choose(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         topk_ids_TK, topk_weights_TK = route(F.linear(x_TD.float(), self._router), self._routing, self._selection_bias)
-        if self._table is None:
-            return topk_ids_TK, topk_weights_TK
-        physical_ids_TK = self._table[topk_ids_TK.long()]
+        physical_ids_TK = assign_replicas(topk_ids_TK, self._placement, self._moe_layer, self._rank)
         if not self._all_owned:
             self._report_unowned(topk_ids_TK, physical_ids_TK)
         return physical_ids_TK, topk_weights_TK

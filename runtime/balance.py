@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .params import SamplingParams
-
-# What a request without a limit is taken to generate; most end long before the context does.
-EXPECTED_OUTPUT_TOKENS = 256
+from .params import EXPECTED_OUTPUT_TOKENS, SamplingParams
 
 
 def token_work(num_prompt_tokens: int, params: SamplingParams) -> int:

@@ -15,6 +15,8 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 # Below this a softmax would overflow long before sampling could differ from the argmax.
 GREEDY_TEMPERATURE = 1e-2
+# What a request is taken to generate when work is weighed: most end long before their limit does.
+EXPECTED_OUTPUT_TOKENS = 256
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

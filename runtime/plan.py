@@ -10,7 +10,6 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-KINDS = ("idle", "prefill", "decode", "mixed")
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ERROR = range(4)
 
 
@@ -100,7 +99,7 @@ class StepHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     Attributes:
         step: number of the step, from 0, without gaps.
         epoch: number of the membership; grows when a rank joins or leaves.
-        kind: one of `KINDS`, over all ranks.
+        kind: phase of the step over all ranks, one of `telemetry.PHASES`.
         bucket: largest `num_rows` of any rank.
         exchange: name of the exchange that the step uses.
         snapshot: forget every slot first; the plan then admits the whole batch and runs a step of it. What is in KV

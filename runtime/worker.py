@@ -19,7 +19,7 @@ from ..kvcache import KVStorage
 from ..models.decoder import Decoder, ForwardBatch
 from ..models.families import load_config
 from ..models.footprint import cache_groups
-from ..models.loading import load_weights
+from ..models.loading import LoadOptions, load_weights
 from ..moe.wide_ep.exchange import Exchange
 from ..moe.wide_ep.placement import ExpertPlacement
 from ..quant import parse_format
@@ -108,13 +108,15 @@ class Worker:
         report = load_weights(
             Path(options.path),
             self.model_config,
-            placement=self._placement,
-            rank=self.rank,
-            dtype=self.number_format.torch_dtype,
-            device=self.device,
-            load_format=options.load_format,
-            seed=options.seed,
-            num_threads=torch.get_num_threads(),
+            LoadOptions(
+                dtype=self.number_format.torch_dtype,
+                placement=self._placement,
+                rank=self.rank,
+                device=self.device,
+                dummy=options.load_format == "dummy",
+                seed=options.seed,
+                num_threads=torch.get_num_threads(),
+            ),
             on_progress=self._on_loading,
         )
         self._decoder = Decoder(

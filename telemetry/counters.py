@@ -1,7 +1,7 @@
 """Counters that anyone may increment: bytes and tokens of one rank, by phase and component.
 
 Not an exporter and not a model of the hardware: numbers go in here and are read elsewhere.
-Units: bytes, seconds, tokens. Arrays: `bytes_read` [phase, component] i64, `expert_tokens` [L_moe, P_local] i64.
+Units: bytes, seconds, tokens. Arrays: `bytes_moved` [phase, component] i64, `expert_tokens` [L_moe, P_local] i64.
 """
 
 from __future__ import annotations

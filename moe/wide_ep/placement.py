@@ -6,10 +6,12 @@ Letters: L MoE layers (counted among MoE layers), E logical experts, P slots of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+
+from ...topologies import slot_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,9 @@ class ExpertPlacement:
     logical_to_physical: np.ndarray
     num_replicas: np.ndarray
     slot_ranges: tuple[tuple[int, int], ...]
+    _tables: dict[tuple[int, int, torch.device], torch.Tensor | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         assert self.slot_ranges[0][0] == 0
@@ -53,6 +58,15 @@ class ExpertPlacement:
         start, stop = self.slot_ranges[rank]
         return self.physical_to_logical[layer, start:stop]
 
+    def table(self, layer: int, rank: int, device: torch.device) -> torch.Tensor | None:
+        """Return `replica_table` on `device`, made once; None when it changes no id."""
+        key = (layer, rank, device)
+        if key not in self._tables:
+            table = replica_table(self, layer, rank)
+            is_identity = torch.equal(table[:-1], torch.arange(len(table) - 1, dtype=torch.int32))
+            self._tables[key] = None if is_identity else table.to(device)
+        return self._tables[key]
+
 
 def linear_placement(num_layers: int, num_experts: int, num_ranks: int) -> ExpertPlacement:
     """Place experts in order, as evenly as they divide, without replicas.
@@ -72,14 +86,12 @@ def linear_placement(num_layers: int, num_experts: int, num_ranks: int) -> Exper
         raise ValueError(
             f"EP={num_ranks} is more ranks than the model has experts ({num_experts}); use EP <= {num_experts}"
         )
-    base, extra = divmod(num_experts, num_ranks)
-    stops = [base * (r + 1) + min(r + 1, extra) for r in range(num_ranks)]
     row = np.arange(num_experts, dtype=np.int32)
     return ExpertPlacement(
         physical_to_logical=np.tile(row, (num_layers, 1)),
         logical_to_physical=np.tile(row[:, None], (num_layers, 1, 1)),
         num_replicas=np.ones((num_layers, num_experts), np.int32),
-        slot_ranges=tuple(zip([0, *stops[:-1]], stops)),
+        slot_ranges=slot_ranges(num_experts, num_ranks),
     )
 
 
@@ -110,4 +122,5 @@ def assign_replicas(topk_ids: torch.Tensor, placement: ExpertPlacement, layer: i
     Example:
         With expert 0 in slots 0 and 4, rank 1 gets [0, 2, -1] -> [4, 2, -1].
     """
-    return replica_table(placement, layer, rank).to(topk_ids.device)[topk_ids.long()]
+    table = placement.table(layer, rank, topk_ids.device)
+    return topk_ids if table is None else table[topk_ids.long()]

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..params import EXPECTED_OUTPUT_TOKENS
 from ..plan import Admission, Chunk, RankPlan, SamplingState, pack
 from .admission import RankLoads
 from .batch_state import DECODE, FREE, PREFILL, BatchState
 from .policy import precedence, share_tokens
 from .request import Request
-
-# Outputs mostly end before their limit, so what a sequence might still generate beyond this does not count as work.
-OUTPUT_HORIZON_TOKENS = 256
 
 
 @dataclass
@@ -41,8 +39,8 @@ class StepDraft:
 
 
 def token_work(request: Request) -> int:
-    """Return the tokens that a rank takes on with `request`: its known ones, and its output as far as the horizon."""
-    return request.num_tokens + min(request.max_length - request.num_tokens, OUTPUT_HORIZON_TOKENS)
+    """Return the tokens that a rank takes on with `request`: its known ones, and its expected output."""
+    return request.num_tokens + min(request.max_length - request.num_tokens, EXPECTED_OUTPUT_TOKENS)
 
 
 def rank_loads(batch: BatchState, *, growing: np.ndarray, blocked: np.ndarray) -> RankLoads:
@@ -51,7 +49,7 @@ def rank_loads(batch: BatchState, *, growing: np.ndarray, blocked: np.ndarray) -
     owed = np.where(batch.phase == PREFILL, -(-batch.known // config.block_size) - batch.held, 0)
     prompt_left = batch.known - np.minimum(batch.computed, batch.known)
     output_left = batch.limit + 1 - np.maximum(batch.computed, batch.known)
-    work = np.where(taken, prompt_left + np.minimum(output_left, OUTPUT_HORIZON_TOKENS), 0)
+    work = np.where(taken, prompt_left + np.minimum(output_left, EXPECTED_OUTPUT_TOKENS), 0)
     num_sequences = taken.sum(1)
     return RankLoads(
         free_slots=np.where(blocked, 0, config.max_num_seqs - num_sequences),

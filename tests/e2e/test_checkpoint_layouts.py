@@ -65,7 +65,7 @@ PEAK = """
 import sys, torch
 from pathlib import Path
 from moewe.models.families import load_config
-from moewe.models.loading import load_weights
+from moewe.models.loading import LoadOptions, load_weights
 from moewe.moe.wide_ep import linear_placement
 status = lambda name: int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0]) << 10
 path = Path(sys.argv[1])
@@ -73,7 +73,7 @@ config = load_config(path)
 placement = linear_placement(len(config.moe_layers), config.moe.routing.num_experts, 4)
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
 before = status("VmRSS")
-report = load_weights(path, config, placement=placement, rank=1, dtype=torch.float32, num_threads=2)
+report = load_weights(path, config, LoadOptions(placement=placement, rank=1, dtype=torch.float32, num_threads=2))
 print(report.bytes_held, status("VmHWM") - before)
 """
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+
 from moewe.models.families import load_config
 from moewe.models.footprint import cache_groups, model_footprint
-from moewe.models.loading import load_weights
-
+from moewe.models.loading import LoadOptions, load_weights
 from tests.support.fixtures import FIXTURES, checkpoint
 
 
@@ -15,7 +15,7 @@ def test_footprint_is_what_loading_holds(name, dtype):
     path = checkpoint(name)
     config = load_config(path)
     footprint = model_footprint(config, name=name, dtype=dtype)
-    report = load_weights(path, config, placement=None, rank=0, dtype=getattr(torch, dtype))
+    report = load_weights(path, config, LoadOptions(dtype=getattr(torch, dtype)))
     assert footprint.total_bytes == report.bytes_held
     weights = report.weights
     assert footprint.embedding_bytes == weights.embedding.nbytes
@@ -35,7 +35,7 @@ def test_mixed_layers_are_counted_apart():
     config = load_config(path)
     footprint = model_footprint(config, name="x", dtype="float32")
     assert (footprint.num_layers, footprint.num_moe_layers) == (6, 2)
-    report = load_weights(path, config, placement=None, rank=0, dtype=torch.float32)
+    report = load_weights(path, config, LoadOptions(dtype=torch.float32))
     assert footprint.total_bytes == report.bytes_held
 
 

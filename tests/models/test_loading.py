@@ -6,13 +6,13 @@ import os
 import numpy as np
 import pytest
 import torch
-from moewe.models.config import ConfigError
-from moewe.models.families import load_config
-from moewe.models.loading import check_weights, load_weights, prove_filled
-from moewe.models.safetensors_file import SafetensorsFile
-from moewe.moe.wide_ep.placement import ExpertPlacement, linear_placement
 from safetensors.torch import save_file
 
+from moewe.models.config import ConfigError
+from moewe.models.families import load_config
+from moewe.models.loading import LoadOptions, check_weights, load_weights, prove_filled
+from moewe.models.safetensors_file import SafetensorsFile
+from moewe.moe.wide_ep.placement import ExpertPlacement, linear_placement
 from tests.support.fixtures import (
     FIXTURES,
     MOE_FIXTURES,
@@ -26,11 +26,12 @@ from tests.support.fixtures import (
 from tests.support.loaded import assert_same_as_reference
 
 
-def load(path, ranks=1, rank=0, dtype=torch.float32, **options):
+def load(path, ranks=1, rank=0, dtype=torch.float32, on_progress=None, **options):
     config = load_config(path)
     experts = config.moe.routing.num_experts if config.moe else 0
     placement = linear_placement(len(config.moe_layers), experts, ranks)
-    return load_weights(path, config, placement=placement, rank=rank, dtype=dtype, num_threads=2, **options)
+    options = LoadOptions(placement=placement, rank=rank, dtype=dtype, **options)
+    return load_weights(path, config, options, on_progress=on_progress)
 
 
 def refusal(path):
@@ -94,7 +95,7 @@ def test_uneven_slots_and_replicas_are_filled():
         num_replicas=np.ones((2, 10), np.int32),
         slot_ranges=((0, 3), (3, 4)),
     )
-    report = load_weights(path, load_config(path), placement=placement, rank=0, dtype=torch.float32)
+    report = load_weights(path, load_config(path), LoadOptions(placement=placement, dtype=torch.float32))
     whole = load(path).weights
     for layer, experts in enumerate([[7, 0, 7], [1, 1, 2]]):
         assert torch.equal(report.weights.layers[layer].moe.experts.w13, whole.layers[layer].moe.experts.w13[experts])
@@ -275,7 +276,7 @@ def test_a_failing_read_ends_loading(monkeypatch):
         real = SafetensorsFile.read_into
         patch.setattr(SafetensorsFile, "read_into", lambda s, b, o: (real if o <= 8 else fail)(s, b, o))
         with pytest.raises(ConfigError, match="Input/output error"):
-            load_weights(path, config, placement=None, rank=0, dtype=torch.float32)
+            load_weights(path, config, LoadOptions(dtype=torch.float32))
 
 
 def test_a_gap_or_overlap_would_be_noticed():
@@ -292,31 +293,26 @@ def test_a_gap_or_overlap_would_be_noticed():
 @pytest.mark.parametrize("name", FIXTURES)
 def test_dummy_weights_need_only_a_config(name, tmp_path):
     (tmp_path / "config.json").write_bytes((checkpoint(name) / "config.json").read_bytes())
-    report = load(tmp_path, dtype=torch.bfloat16, load_format="dummy", seed=3)
+    report = load(tmp_path, dtype=torch.bfloat16, dummy=True, seed=3)
     real = load(checkpoint(name), dtype=torch.bfloat16)
     assert report.bytes_read == 0 and report.bytes_held == real.bytes_held
     described = [(path, tensor.shape, tensor.dtype) for path, tensor in report.weights.tensors()]
     assert described == [(path, tensor.shape, tensor.dtype) for path, tensor in real.weights.tensors()]
     assert all(tensor.isfinite().all() for _, tensor in report.weights.tensors())
     assert 0.015 < report.weights.embedding.float().std() < 0.025
-    again = load(tmp_path, dtype=torch.bfloat16, load_format="dummy", seed=3)
-    other = load(tmp_path, dtype=torch.bfloat16, load_format="dummy", seed=4)
+    again = load(tmp_path, dtype=torch.bfloat16, dummy=True, seed=3)
+    other = load(tmp_path, dtype=torch.bfloat16, dummy=True, seed=4)
     assert torch.equal(again.weights.embedding, report.weights.embedding)
     assert not torch.equal(other.weights.embedding, report.weights.embedding)
 
 
 def test_dummy_experts_do_not_depend_on_the_topology():
     path = checkpoint("T-QW3")
-    whole = load(path, load_format="dummy").weights
-    parts = [load(path, ranks=4, rank=rank, load_format="dummy").weights for rank in range(4)]
+    whole = load(path, dummy=True).weights
+    parts = [load(path, ranks=4, rank=rank, dummy=True).weights for rank in range(4)]
     for layer in range(2):
         w13 = torch.cat([part.layers[layer].moe.experts.w13 for part in parts])
         assert torch.equal(w13, whole.layers[layer].moe.experts.w13)
         assert all(torch.equal(part.layers[layer].qkv, whole.layers[layer].qkv) for part in parts)
     experts = whole.layers[0].moe.experts.w13
     assert not torch.equal(experts[0], experts[1])
-
-
-def test_an_unknown_load_format_is_refused():
-    with pytest.raises(ConfigError, match="dummy"):
-        load(checkpoint("T-MIX"), load_format="pt")

@@ -14,17 +14,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from moewe.attention.build import build_attention_batch
 from moewe.kvcache import KVStorage
 from moewe.models.decoder import Decoder, ForwardBatch
 from moewe.models.families import load_config
 from moewe.models.footprint import cache_groups
-from moewe.models.loading import load_weights
+from moewe.models.loading import LoadOptions, load_weights
 from moewe.models.weights import ModelWeights
 from moewe.moe.wide_ep import Exchange, linear_placement
 from moewe.quant import FORMATS
 from moewe.telemetry import RankCounters
-
 from tests.support.ranks import run_ranks
 
 BLOCK_SIZE = 16
@@ -78,7 +78,8 @@ def decode(
 
     def load(rank: int) -> ModelWeights:
         torch_dtype = FORMATS[dtype].torch_dtype
-        weights = load_weights(path, config, placement=placement, rank=rank, dtype=torch_dtype, num_threads=1).weights
+        options = LoadOptions(placement=placement, rank=rank, dtype=torch_dtype, num_threads=1)
+        weights = load_weights(path, config, options).weights
         if change is not None:
             change(weights)
         return weights
