@@ -17,12 +17,12 @@ from transformers import PreTrainedTokenizerFast
 
 from moewe import LLM, SamplingParams
 from tests.support.fixtures import VOCAB_SIZE, checkpoint, copy_checkpoint, random_prompt, reference_logits
+from tests.support.numerics import LOGIT_TIE
 from tests.support.server_process import NAME, ServerProcess
 
 pytestmark = [pytest.mark.spawn, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUMBER = 1000
-NEAR_TIE = 1e-4
 LONG = 800  # so many tokens that nobody is done before the server sees that the client left
 MOST_SEEN = 64  # more than a client sees before it leaves
 
@@ -83,7 +83,7 @@ async def ask(client: httpx.AsyncClient, wish: Wish) -> list[int]:
 def near_tie(path: Path, prompt: list[int], agreed: list[int]) -> bool:
     """True when the reference itself hardly knows which token follows."""
     best = reference_logits(path, [*prompt, *agreed])[-1].topk(2).values
-    return bool(best[0] - best[1] < NEAR_TIE)
+    return bool(best[0] - best[1] < LOGIT_TIE)
 
 
 def test_a_thousand_random_requests() -> None:

@@ -5,11 +5,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
+
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.ranks import sampler, sampler_reference
 from moewe.runtime.ranks.randomness import uniform
 from moewe.runtime.ranks.sampler import SamplingRows, finite_rows, sample, token_logprobs
-from scipy import stats
+from tests.support.numerics import LOGPROBS, PROBABILITIES
 
 
 def make_rows(num, *, temperature=1.0, top_p=1.0, top_k=0, seed=None, position=None):
@@ -99,7 +101,7 @@ def test_filters_keep_exactly_the_reference_set(seed, vocab, levels, temperature
 def on_boundary(weights, num_kept, top_p, top_k):
     order = np.sort(weights)[::-1][:top_k]
     cumulative = np.cumsum(order) / order.sum()
-    return np.abs(cumulative[max(0, num_kept - 2) : num_kept + 1] - top_p).min() < 1e-6
+    return np.abs(cumulative[max(0, num_kept - 2) : num_kept + 1] - top_p).min() < PROBABILITIES
 
 
 @settings(max_examples=80, deadline=None)
@@ -114,7 +116,7 @@ def test_draw_is_the_inverse_of_the_reference_distribution(seed, vocab, name):
             logits[row].numpy(), setting.get("temperature", 1.0), setting.get("top_k", 0), setting.get("top_p", 1.0)
         )
         cumulative = np.cumsum(wanted)
-        near = np.abs(cumulative - chances[row]).min() < 1e-6
+        near = np.abs(cumulative - chances[row]).min() < PROBABILITIES
         assert token == sampler_reference.choose(wanted, chances[row]) or near
 
 
@@ -173,10 +175,10 @@ def test_logprobs_equal_reference(seed, vocab, num_top, levels):
     result = token_logprobs(logits, tokens, num_top)
     for row in range(3):
         chosen, rank, top = sampler_reference.logprobs(logits[row].numpy(), int(tokens[row]), num_top)
-        assert abs(result.chosen[row] - chosen) < 1e-5
+        assert abs(result.chosen[row] - chosen) < LOGPROBS
         assert result.rank[row] == rank
         assert result.top_ids[row].tolist() == [token for token, _ in top]
-        assert np.allclose(result.top[row], [value for _, value in top], atol=1e-5)
+        assert np.allclose(result.top[row], [value for _, value in top], atol=LOGPROBS)
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,6 +10,7 @@ from moewe.telemetry import COMPONENTS, PHASES
 from tests.support.comparison import compare_runs
 from tests.support.fixtures import checkpoint, copy_checkpoint, random_prompt, rewrite_tensors
 from tests.support.harness import Group, generate, greedy
+from tests.support.numerics import LOGPROBS
 from tests.support.setups import Setup
 
 ILL = 500  # a token whose embedding is not finite
@@ -75,7 +76,7 @@ def test_logprobs_are_those_of_the_raw_logits():
             assert entry.token_ids[0] == outcome.tokens[i]
             assert len(entry.token_ids) == len(entry.logprobs) == 1 + num_top
             assert list(entry.token_ids[1:]) == wanted.topk(num_top).indices.tolist()
-            assert np.allclose(entry.logprobs, wanted[list(entry.token_ids)], atol=1e-4)
+            assert np.allclose(entry.logprobs, wanted[list(entry.token_ids)], atol=LOGPROBS)
             assert entry.rank == int((wanted >= wanted[outcome.tokens[i]]).sum())
 
 

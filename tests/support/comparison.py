@@ -13,15 +13,10 @@ import torch
 
 from tests.support.fixtures import reference_logits
 from tests.support.harness import Outcome
-
-LOGIT_TOLERANCE = 1e-4  # the "logit match" of the case bank, fp32
-# Between two of our runs, relative to the largest logit of the row (at least 1): GEMMs of another row count add in
-# another order, which is good for some ten units in the last place.
-RUN_TOLERANCE = 1e-5
-TIE_GAP = 1e-4  # where the reference's two best are this close, either is right
+from tests.support.numerics import LOGIT_TIE, LOGITS_AGAINST_REFERENCE, LOGITS_BETWEEN_RUNS
 
 
-def compare_with_reference(checkpoint: Path, outcome: Outcome, *, tolerance: float = LOGIT_TOLERANCE) -> None:
+def compare_with_reference(checkpoint: Path, outcome: Outcome) -> None:
     """Raise AssertionError unless logits at every position and all greedy tokens are those of transformers in fp32.
 
     The reference reads our own tokens, so one excused step does not spoil those after it.
@@ -32,7 +27,9 @@ def compare_with_reference(checkpoint: Path, outcome: Outcome, *, tolerance: flo
     ours = outcome.logits_of_all()
     difference = (ours - reference).abs()
     worst = float(difference.max())
-    assert worst <= tolerance, f"logits differ by {worst:.2e} at position {int(difference.amax(-1).argmax())}"
+    assert worst <= LOGITS_AGAINST_REFERENCE, (
+        f"logits differ by {worst:.2e} at position {int(difference.amax(-1).argmax())}"
+    )
     start = len(outcome.prompt) - 1
     compare_choices(reference[start:], outcome.tokens)
 
@@ -42,7 +39,7 @@ def compare_choices(reference: torch.Tensor, tokens: Sequence[int]) -> None:
     best = reference.topk(2)
     for step, token in enumerate(tokens):
         first, second = best.indices[step].tolist()
-        near = float(best.values[step, 0] - best.values[step, 1]) < TIE_GAP
+        near = float(best.values[step, 0] - best.values[step, 1]) < LOGIT_TIE
         assert token == first or (near and token == second), f"token {step} is {token}, the reference says {first}"
 
 
@@ -56,7 +53,7 @@ def compare_runs(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> None:
         num = len(left.prompt) + min(common, len(right.tokens) - 1)
         a, b = left.logits_of_all()[:num], right.logits_of_all()[:num]
         worst = float(((a - b).abs().amax(-1) / b.abs().amax(-1).clamp(min=1)).max())
-        assert worst <= RUN_TOLERANCE, f"request {number}: logits differ by {worst:.2e} of the largest"
+        assert worst <= LOGITS_BETWEEN_RUNS, f"request {number}: logits differ by {worst:.2e} of the largest"
         if common < len(right.tokens):
             best = b[-1].topk(2).values
-            assert float(best[0] - best[1]) < TIE_GAP, f"request {number}: token {common} differs"
+            assert float(best[0] - best[1]) < LOGIT_TIE, f"request {number}: token {common} differs"

@@ -25,7 +25,13 @@ TOLERANCES = {
 }
 LOGITS_AGAINST_REFERENCE = 1e-4  # absolute, fp32 logits of one checkpoint against transformers
 LOGITS_BETWEEN_TOPOLOGIES = 1e-5  # absolute, fp32 logits of one checkpoint in two topologies, batches or chunkings
-ROUTING_WEIGHTS = 1e-6  # absolute, fp32 routing weights against the reference
+# Relative to the largest logit of the row (at least 1), between two of our runs: GEMMs of another row count add in
+# another order, which is good for some ten units in the last place.
+LOGITS_BETWEEN_RUNS = 1e-5
+LOGIT_TIE = 1e-4  # absolute: where the reference's two best logits are this close, either token is right
+ROUTING_WEIGHTS = 1e-6  # absolute, fp32 routing weights against the reference, before scaling
+LOGPROBS = 1e-5  # absolute, fp32 log-probabilities of the same logits
+PROBABILITIES = 1e-6  # absolute, cumulated: closer to a boundary than this, either side is right
 
 
 def _describe(actual: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, worst: int) -> str:
