@@ -123,10 +123,9 @@ class Ready(Message, frozen=True, kw_only=True):
     pids: tuple[int, ...]
 
 
-class RankStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Cumulative counters of one rank (telemetry.RankCounters, flattened row-major) and its KV blocks."""
+class CounterRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Cumulative counters of one rank: telemetry.RankCounters, flattened row-major (runtime/metrics/stats.py)."""
 
-    rank: int
     bytes_moved: bytes
     busy_seconds: bytes
     steps: bytes
@@ -134,6 +133,12 @@ class RankStats(msgspec.Struct, frozen=True, kw_only=True):
     expert_tokens: bytes
     num_moe_layers: int
     unowned_ids: int
+
+
+class RankStats(CounterRecord, frozen=True, kw_only=True):
+    """Counters of one rank, and its KV blocks."""
+
+    rank: int
     used_blocks: int
     total_blocks: int
     cache_resident: bool = False

@@ -10,28 +10,17 @@ import msgspec
 import numpy as np
 
 from ...telemetry import COMPONENTS, PHASES, RankCounters
-from ..messages import RankStats
+from ..messages import CounterRecord, RankStats
 from ..plan import pack, unpack
 
-
-class _Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    bytes_moved: bytes
-    busy_seconds: bytes
-    steps: bytes
-    tokens: bytes
-    expert_tokens: bytes
-    num_moe_layers: int
-    unowned_ids: int
-
-
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(_Record)
+_DECODER = msgspec.msgpack.Decoder(CounterRecord)
 
 
 def encode_counters(counters: RankCounters) -> bytes:
     """Return `counters` as bytes for `RankResult.counters` (worker side)."""
     return _ENCODER.encode(
-        _Record(
+        CounterRecord(
             bytes_moved=pack(counters.bytes_moved, "<i8"),
             busy_seconds=pack(counters.busy_seconds, "<f8"),
             steps=pack(counters.steps, "<i8"),

@@ -9,8 +9,9 @@ import pytest
 
 from moewe.runtime.metrics.stats import decode_counters
 from moewe.runtime.params import SamplingParams
-from tests.runtime.test_generation import FIXTURE, descendants, finish, is_gone, start
+from tests.runtime.test_generation import FIXTURE, descendants, is_gone, start
 from tests.support.fixtures import checkpoint, random_prompt, reference_greedy
+from tests.support.polling import finish
 
 pytestmark = [pytest.mark.spawn, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -13,9 +13,10 @@ from moewe.runtime.engine_main import STRICT_VARIABLE
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.scheduler import Scheduler
 from tests.runtime.test_engine import make_engine, run, submit
-from tests.runtime.test_generation import FIXTURE, finish, start
+from tests.runtime.test_generation import FIXTURE, start
 from tests.support.fixtures import checkpoint, random_prompt, reference_greedy
 from tests.support.null_worker import NullEngine, make_request
+from tests.support.polling import finish
 
 LEAKS = {
     "leaked blocks": lambda batch: batch.pools[1][0].allocate(3),

@@ -17,6 +17,7 @@ from moewe.runtime.params import SamplingParams
 from moewe.runtime.processes.supervision import process_state
 from moewe.runtime.replicas import ReplicaLost, ReplicaSet
 from tests.support.fixtures import checkpoint, random_prompt, reference_greedy
+from tests.support.polling import finish
 
 ROOT = Path(__file__).parents[2]
 FIXTURE = "T-QW3"
@@ -40,18 +41,6 @@ def start(topology, ranks="processes", **schedule):
         replicas.close()
         raise
     return replicas
-
-
-def finish(replicas, count, seconds=60):
-    told, ended = {}, {}
-    deadline = time.monotonic() + seconds
-    while len(ended) < count:
-        assert time.monotonic() < deadline, f"only {ended} ended"
-        for delta in replicas.poll(0.5):
-            told.setdefault(delta.request_id, []).extend(delta.token_ids)
-            if delta.finish_reason is not None:
-                ended[delta.request_id] = delta.finish_reason
-    return told, ended
 
 
 def descendants(replicas):

@@ -27,6 +27,7 @@ from moewe.runtime.resolve import Resolved
 from moewe.topologies import ModelFootprint, parse_topology
 from tests.support import fake_worker
 from tests.support.fake_worker import Trouble
+from tests.support.polling import finish
 
 
 def fake_resolved(topology, **schedule):
@@ -65,20 +66,6 @@ def greedy(max_tokens, **params):
     return SamplingParams(temperature=0, max_tokens=max_tokens, **params)
 
 
-def finish(replicas, count, seconds=30):
-    """Poll until `count` requests have ended; return token ids and reason by request."""
-    told, ended = {}, {}
-    deadline = time.monotonic() + seconds
-    while len(ended) < count:
-        assert time.monotonic() < deadline, f"only {ended} ended"
-        for delta in replicas.poll(0.5):
-            assert delta.request_id not in ended
-            told.setdefault(delta.request_id, []).extend(delta.token_ids)
-            if delta.finish_reason is not None:
-                ended[delta.request_id] = delta.finish_reason
-    return told, ended
-
-
 def test_requests_get_their_tokens_from_all_replicas(replicas):
     for i in range(20):
         replicas.submit(f"r{i}", [10 * i, 10 * i + 1], greedy(5 + i))
@@ -110,6 +97,20 @@ def test_abort_ends_a_request_once_and_its_id_is_free_again(replicas):
 def test_token_id_out_of_the_vocabulary_is_refused(replicas, bad):
     with pytest.raises(ValueError, match=f"prompt_token_ids.1={bad} is no token id"):
         replicas.submit("a", [1, bad], greedy(3))
+
+
+def test_a_replica_with_a_full_queue_is_passed_over():
+    """Seventeen each: sixteen slots and one that waits. By work alone the second replica would get all but one."""
+    found = start(max_queued_requests=1)
+    try:
+        found.wait_ready(30)
+        found.submit("long", [1], greedy(300, ignore_eos=True))
+        for number in range(33):
+            found.submit(f"short {number}", [1], greedy(3))
+        _, ended = finish(found, 34)
+        assert set(ended.values()) == {"length"}
+    finally:
+        found.close()
 
 
 def test_request_that_cannot_fit_is_answered_and_the_rest_goes_on(replicas):
