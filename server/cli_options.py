@@ -66,7 +66,7 @@ def _engine(name: str, kind: str, panel: str, help: str, **more: object) -> Flag
 ENGINE_FLAGS = (
     _engine("model", "text", MODEL, "The model, instead of the argument (or in --config).", aliases=("--model-path",)),
     _engine("tokenizer", "text", MODEL, "Folder or hub id of another tokenizer.", aliases=("--tokenizer-path",)),
-    _engine("revision", "text", MODEL, "Branch, tag or commit on the hub."),
+    _engine("revision", "text", MODEL, "Branch, tag or commit of the model on the hub."),
     _engine("dtype", "text", MODEL, "auto, bfloat16, float16 or float32.", default="auto, the checkpoint's"),
     _engine("load-format", "text", MODEL, "auto, safetensors, or dummy: random weights from config.json alone.",
             default="auto"),

@@ -18,6 +18,7 @@ from moewe.runtime.messages import Delta, Failed, LogprobEntry, Ready
 from moewe.runtime.replicas import ReplicaLost
 from moewe.runtime.resolve import Resolved
 from tests.support.chain import BOS, EOS, byte_id, chain
+from tests.support.fixtures import copy_checkpoint, drop_tensors
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
 
@@ -119,6 +120,13 @@ def test_text_and_token_ids_in_every_form(llm: LLM) -> None:
         assert output.outputs[0].text == "hell" and output.outputs[0].token_ids == ids("hell")
         assert output.outputs[0].finish_reason == "length" and output.outputs[0].logprobs is None
     assert [output.prompt for output in llm.generate(forms, greedy)] == ["hello", "hello", None, None]
+
+
+def test_a_damaged_checkpoint_starts_nothing(made: list[EchoReplicas]) -> None:
+    folder = drop_tensors(copy_checkpoint(chain(["a"]).path), "lm_head.weight")
+    with pytest.raises(ValueError, match=r"lm_head\.weight"):
+        LLM(str(folder), kv_cache_memory_bytes=1 << 20)
+    assert made == []
 
 
 def test_a_single_prompt_needs_no_list(llm: LLM) -> None:
