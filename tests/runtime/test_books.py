@@ -11,7 +11,7 @@ from moewe.kvcache.block_pool import BlockPool
 from moewe.runtime.engine import BooksError
 from moewe.runtime.engine_main import STRICT_VARIABLE
 from moewe.runtime.params import SamplingParams
-from moewe.runtime.scheduler import Scheduler
+from moewe.runtime.scheduler import Scheduler, SchedulerConfig
 from tests.runtime.test_engine import make_engine, run, submit
 from tests.runtime.test_generation import FIXTURE, start
 from tests.support.fixtures import checkpoint, random_prompt, reference_greedy
@@ -126,3 +126,29 @@ def test_a_running_engine_mends_itself_or_fails_when_told_to(strict, monkeypatch
         assert replicas.failure is None
         assert schedulers[0].residue() is None
     replicas.close()
+
+
+def test_books_balance_after_two_hundred_random_requests():  # P-KV-08
+    config = SchedulerConfig(
+        num_ranks=2, num_blocks=40, block_size=16, max_model_len=400, max_num_seqs=8, max_num_batched_tokens=64
+    )
+    engine, rng = NullEngine(config), np.random.default_rng(8)
+    requests, gone = [], set()
+    for i in range(200):
+        # Few seeds: prompts of one seed begin alike.
+        requests.append(
+            make_request(f"r{i}", int(rng.integers(1, 301)), int(rng.integers(1, 99)), seed=int(rng.integers(5)))
+        )
+        engine.add(requests[-1])
+        for _ in range(rng.integers(4)):
+            engine.step()
+        if rng.random() < 0.3:
+            live = [r.request_id for r in requests if r.request_id not in engine.reasons and r.request_id not in gone]
+            victim = live[rng.integers(len(live))]
+            gone.add(victim)
+            assert engine.scheduler.abort(victim)
+    engine.run()
+    assert len(gone) > 30
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.residue() is None
+    engine.check_tokens(requests, except_for=gone)
