@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+
 from moewe.attention import reference
 from moewe.attention.build import build_attention_batch
 from moewe.attention.paged import paged_attention
 from moewe.kvcache import CacheGroup, KVStorage
 from moewe.quant import FORMATS
-
 from tests.support.numerics import assert_near
 
 BLOCK = 4

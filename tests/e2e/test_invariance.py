@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from moewe.runtime.params import SamplingParams
 
+from moewe.runtime.params import SamplingParams
 from tests.support.chain import chain
 from tests.support.comparison import compare_runs
 from tests.support.fixtures import checkpoint, random_prompt

@@ -5,9 +5,9 @@ from __future__ import annotations
 import psutil
 import pytest
 import torch
+
 from moewe.kvcache import CacheGroup, KVStorage
 from moewe.quant import FORMATS
-
 from tests.support.numerics import assert_same
 
 

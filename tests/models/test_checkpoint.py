@@ -8,10 +8,10 @@ import struct
 
 import pytest
 import torch
-from moewe.models.checkpoint import find_shards, open_checkpoint
-from moewe.models.config import ConfigError
 from safetensors.torch import save_file
 
+from moewe.models.checkpoint import find_shards, open_checkpoint
+from moewe.models.config import ConfigError
 from tests.support.fixtures import checkpoint, copy_checkpoint, edit_json, new_folder, read_tensors
 
 INDEX = "model.safetensors.index.json"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from moewe.models.families import load_config
 from moewe.models.weights import ModelWeights
 from moewe.telemetry import COMPONENTS, PHASES, RankCounters
-
 from tests.support.comparison import compare_with_reference
 from tests.support.decoding import decode
 from tests.support.fixtures import DENSE_FIXTURES, MOE_FIXTURES, checkpoint, random_prompt, reference_logits

@@ -3,9 +3,9 @@
 import json
 
 import pytest
+
 from moewe.models.config import ConfigError
 from moewe.models.families import FAMILIES, load_config
-
 from tests.support.fixtures import FIXTURES, checkpoint, copy_checkpoint, edit_config, edit_json
 
 DELETE = object()

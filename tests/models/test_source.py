@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 import pytest
+
 from moewe.models.config import ConfigError
 from moewe.models.source import HUB_FILES, HUB_IGNORED, resolve_model
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
+
 from moewe.moe.wide_ep import AllToAllExchange, linear_placement
 from moewe.telemetry import ProgressBoard
 from moewe.topologies.groups import destroy_group, init_group
-
 from tests.moe.test_exchange import check_rank
 from tests.support.cases import ROUTING_CASES
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moewe.moe.reference import combine_reference, dispatch_reference
 from moewe.moe.wide_ep import Exchange, LocalExchange, ThreadHub, linear_placement
-
 from tests.support.cases import ROUTING_CASES, RoutingCase, routing_cases
 from tests.support.numerics import assert_same
 from tests.support.ranks import run_threads

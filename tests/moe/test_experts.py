@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from moewe.moe.experts import ExpertWeights, grouped_ffn
 from moewe.moe.reference import grouped_ffn_reference
-
 from tests.support.numerics import assert_near, assert_same
 
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from moewe.moe.experts import ExpertWeights
 from moewe.moe.layer import MoELayer
 from moewe.moe.reference import combine_reference, dispatch_reference, grouped_ffn_reference
@@ -17,7 +18,6 @@ from moewe.moe.routing import RoutingConfig
 from moewe.moe.routing.reference import route_reference
 from moewe.moe.wide_ep import Exchange, ExpertPlacement, LocalExchange, linear_placement
 from moewe.telemetry import COMPONENTS, ProgressBoard, RankCounters
-
 from tests.support.numerics import assert_near
 from tests.support.ranks import run_ranks
 

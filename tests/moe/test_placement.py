@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from moewe.moe.wide_ep import ExpertPlacement, assign_replicas, linear_placement, replica_table
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moewe.moe.routing import RoutingConfig, route
 from moewe.moe.routing.reference import route_reference
-
 from tests.support.numerics import ROUTING_WEIGHTS, assert_same, assert_within
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+
 from moewe.native import bandwidth
 from moewe.native.bandwidth import available_bytes, buffer_size, llc_bytes, measure_read_bandwidth
 

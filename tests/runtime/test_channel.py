@@ -10,9 +10,10 @@ import struct
 import threading
 import time
 
-import moewe.runtime.processes.channel as channel_module
 import msgspec
 import pytest
+
+import moewe.runtime.processes.channel as channel_module
 from moewe.runtime.messages import (
     Abort,
     Delta,

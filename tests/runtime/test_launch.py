@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
 from moewe.runtime.messages import AllocateKV, KVAllocated, Loaded, WorkerFailed
 from moewe.runtime.plan import RankPlan, StepHeader, StepPlan
@@ -19,7 +20,6 @@ from moewe.runtime.processes.group import Group, GroupParts
 from moewe.runtime.processes.launch import EngineStart, RunDirectory
 from moewe.runtime.processes.supervision import Limits, process_state
 from moewe.runtime.processes.workers import PEERS_LOST, RankLost, blame
-
 from tests.support import fake_worker
 from tests.support.fake_worker import Trouble
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
 from moewe.runtime.messages import Delta, RankStats, Ready, Stats
 from moewe.runtime.metrics.export import Histogram, Metrics
 from moewe.runtime.metrics.ranks import WINDOW_S, ReplicaMetrics
@@ -14,7 +16,6 @@ from moewe.runtime.metrics.saturation import expert_imbalance, imbalance, memory
 from moewe.runtime.metrics.stats import encode_counters, rank_stats
 from moewe.runtime.metrics.table import BY_NAME, METRICS, markdown_table
 from moewe.telemetry import RankCounters
-from prometheus_client.parser import text_string_to_metric_families
 
 DECODE = 1
 

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
+
 from moewe.runtime.ranks import sampler_reference
 from moewe.runtime.ranks.randomness import philox, uniform
-from scipy import stats
 
 # The three vectors published with Random123.
 KNOWN = [

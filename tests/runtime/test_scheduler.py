@@ -6,10 +6,10 @@ import random
 
 import numpy as np
 import pytest
+
 from moewe.runtime.plan import FINISH_ERROR, FINISH_STOP, RankPlan, RankResult, StepPlan, StepResult, pack, unpack
 from moewe.runtime.scheduler import Request, Scheduler, SchedulerConfig
 from moewe.runtime.scheduling.batch_state import BatchState
-
 from tests.support.null_worker import EOS, NullEngine, expected_tokens, make_request, next_token
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from moewe.runtime.plan import Chunk, RankPlan
 from moewe.runtime.scheduling.policy import fill_evenly, precedence, share_tokens, step_header, step_kind
-
 from tests.support.null_worker import make_request
 
 CHUNK = Chunk(slot=0, start=0, num_tokens=7, samples=False)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from moewe.runtime.scheduler import AdmissionError, QueueFullError, Request, SchedulerConfig
 
+from moewe.runtime.scheduler import AdmissionError, QueueFullError, Request, SchedulerConfig
 from tests.support.null_worker import EOS, NullEngine, make_request
 
 SHAPES = {

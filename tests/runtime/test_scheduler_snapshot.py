@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from moewe.runtime.plan import RankPlan, unpack
 from moewe.runtime.scheduler import Request
-
 from tests.runtime.test_scheduler import chunks_of, config_of, grants_of
 from tests.runtime.test_scheduler_random import config_of as config_of_shape
 from tests.runtime.test_scheduler_random import random_request

@@ -9,10 +9,10 @@ import random
 
 import numpy as np
 import pytest
+
 from moewe.runtime.plan import RankPlan, RankResult, StepHeader, pack
 from moewe.runtime.ranks.batch import WorkerBatch
 from moewe.runtime.scheduler import Request, SchedulerConfig
-
 from tests.runtime.test_scheduler_random import config_of, random_request
 from tests.support.null_worker import NullEngine, next_token
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from moewe.runtime.metrics.stats import decode_counters, encode_counters, rank_stats
 from moewe.telemetry import RankCounters
 

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+
 from moewe.runtime.processes.supervision import (
     Limits,
     Watch,

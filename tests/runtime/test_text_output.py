@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.text_output import TextOutput
 from moewe.text import Tokenizer
-
 from tests.support.small_tokenizers import byte_fallback
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moewe.runtime.plan import (
     FINISH_ERROR,
     FINISH_LENGTH,

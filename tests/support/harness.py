@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from moewe.models.families import load_config
 from moewe.moe.wide_ep.exchange_local import LocalExchange
 from moewe.moe.wide_ep.exchange_threads import ThreadHub
@@ -24,7 +25,6 @@ from moewe.runtime.scheduler import Request, Scheduler, SequenceUpdate
 from moewe.runtime.worker import Worker
 from moewe.telemetry import ProgressBoard
 from moewe.topologies import parse_topology
-
 from tests.support.rank_threads import RankThread, results_of
 from tests.support.setups import Setup
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from moewe.models.weights import DenseFFN, ModelWeights
 
+from moewe.models.weights import DenseFFN, ModelWeights
 from tests.support.fixtures import reference_model
 
 

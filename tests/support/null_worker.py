@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.plan import (
     FINISH_ERROR,
