@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+
 from moewe.models.config import ModelConfig, MoEConfig, RotaryConfig
 from moewe.moe.routing import RoutingConfig
 from moewe.runtime.config import EngineConfig, ModelOptions, ParallelOptions
@@ -29,7 +30,6 @@ from moewe.server.options import ServerOptions
 from moewe.server.state import Phase, ServerState
 from moewe.telemetry import RankCounters
 from moewe.text import ChatTemplate, Tokenizer
-
 from tests.support.small_tokenizers import byte_level
 
 CHATML = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+
 from moewe.text import ChatTemplate, TemplateError, sandbox
 
 HI = [{"role": "user", "content": "hi"}]

@@ -7,8 +7,8 @@ from functools import cache
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from moewe.text import Detokenizer, StopMatcher, Tokenizer
 
+from moewe.text import Detokenizer, StopMatcher, Tokenizer
 from tests.support.small_tokenizers import KINDS
 
 CONFIG = {"bos_token": "<s>", "eos_token": "</s>"}

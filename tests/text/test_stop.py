@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 from hypothesis import given
+
 from moewe.text import StopMatcher
 
 

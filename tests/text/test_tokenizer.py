@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from moewe.text import load_tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from moewe.text import load_tokenizer
 from tests.support.small_tokenizers import byte_level, write
 
 
