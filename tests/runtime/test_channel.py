@@ -130,7 +130,7 @@ def test_message_over_the_limit_is_refused_by_both_ends(pair, monkeypatch):
 
 def test_message_of_the_wrong_direction_is_refused():
     engine_end, worker_end = channel_pair(FromWorker, ToWorker)
-    engine_end.send(KVAllocated(rank=0))
+    engine_end.send(KVAllocated(rank=0, memory_bandwidth=1.0))
     with pytest.raises(ChannelClosed, match="no message here"):
         worker_end.receive(1.0)
     engine_end.close()
