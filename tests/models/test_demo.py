@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from moewe.models.demo import DemoError, checkpoint, ensure_demo_checkpoint
 from moewe.models.demo.fetch import WHEEL_VARIABLE
 

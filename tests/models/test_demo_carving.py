@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from moewe.models.demo.carve import balanced_kmeans, carve_layer, fit_router
 
 pytest.importorskip("scipy", reason="carving needs the dev extra")

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer
+
 from moewe.models.demo import checkpoint, ensure_demo_checkpoint
 from moewe.models.demo.dense_source import to_rotate_half
 from moewe.models.demo.weights import load_carving, to_bf16, write_safetensors
-from safetensors import safe_open
-from tokenizers import Tokenizer
 
 CONVERSATIONS = Path(checkpoint.__file__).with_name("conversations.json")
 WEIGHTS_SHA256 = "5fdcb2df17a91491f27354b1601a4b8fd33130364f28a1edb0505747bac3afa3"
