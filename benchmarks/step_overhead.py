@@ -1,6 +1,6 @@
 """How much of a decode step is Python, outside torch? 16 requests, 24 layers, 32 experts top-8, as bench-1b.
 
-Widths are tiny, so that torch's share is small and the difference of two small numbers is meant seriously:
+Widths are tiny and the weights fp32, so that torch's share is small and the difference of two small numbers is meant seriously:
 outside torch = wall time of a step (nothing attached) - time inside torch's top-level operations (torch.profiler, which
 counts an operation from its first line of C++ to its last). What the binding does before that line counts as Python.
 
@@ -38,7 +38,7 @@ CONFIG = {
     "num_experts_per_tok": 8, "moe_intermediate_size": 16, "intermediate_size": 16, "norm_topk_prob": True,
     "tie_word_embeddings": True, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False,
-    "dtype": "bfloat16", "use_sliding_window": False,
+    "dtype": "float32", "use_sliding_window": False,
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ Not a fake: everything is real. Units: seconds.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -23,6 +24,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 NAME = "gull"
 START_TIMEOUT_S = 90.0
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when the test run is killed, which has no chance to tidy up."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def free_port() -> int:
@@ -48,8 +55,9 @@ class ServerProcess:
         command += ["--served-model-name", NAME, "--threads", "1", *flags]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            command, stdout=self._log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+            command, stdout=self._log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )  # fmt: skip
         self.children: list[psutil.Process] = []
         if wait:
             self.wait_ready()
