@@ -18,10 +18,13 @@ from .weights import DenseFFN, LayerWeights
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight over the last dim; the mean in fp32 (Zhang and Sennrich, 2019)."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-    return (wide * scale).to(x.dtype).mul_(weight)
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dim; the mean in fp32 (Zhang and Sennrich, 2019).
+
+    `weight` is [width], or [heads, width] where every head has its own.
+    """
+    if weight.dim() == 1:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x, weight.shape[-1:], None, eps).mul_(weight)
 
 
 def dense_ffn(x: torch.Tensor, weights: DenseFFN) -> torch.Tensor:
