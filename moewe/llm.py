@@ -7,7 +7,7 @@ Units: token ids; log-probabilities are natural.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
+_FORMS = "give text, token ids, {'prompt_token_ids': ids}, or a list of these"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +144,11 @@ class LLM:
 
         Returns:
             One output a prompt, in order.
+
+        Raises:
+            ValueError, TypeError: something that cannot run as asked; nothing was submitted.
+            RuntimeError: the engine was lost, the LLM is closed, or another call is running: an LLM serves one call at
+                a time, from whichever thread (a server serves many).
         """
         made = [self._request(number, prompt) for number, prompt in enumerate(_as_list(prompts))]
         return self._finish(made, _params_for(len(made), sampling_params), progress)
@@ -165,7 +171,7 @@ class LLM:
         params = _params_for(1, sampling_params)
         for _, delta in self._session.stream([made.prompt_token_ids], params):
             if delta.finish_reason == "error":
-                raise ValueError(delta.error or "the request failed")
+                raise RuntimeError(delta.error or "the request failed")
             if delta.text:
                 yield delta.text
 
@@ -216,6 +222,8 @@ class LLM:
 def _as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts={prompts!r} is no prompt; {_FORMS}")
     items = list(prompts)
     if items and all(type(item) is int for item in items):
         return [items]  # one prompt as token ids
@@ -233,6 +241,8 @@ def _split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:
             raise ValueError(f"prompt has the keys {sorted(map(str, prompt))}; use either prompt or prompt_token_ids")
     if isinstance(prompt, str):
         return prompt, None
+    if not isinstance(prompt, Iterable):
+        raise TypeError(f"prompt={prompt!r} is no prompt; {_FORMS}")
     ids = list(prompt)
     wrong = next((item for item in ids if type(item) is not int), None)
     if wrong is not None:
@@ -243,6 +253,10 @@ def _split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:
 def _params_for(number: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * number
+    if isinstance(params, Mapping):
+        raise TypeError(f"sampling_params={params!r} is a mapping; give SamplingParams(...) with these as keywords")
+    if not isinstance(params, Sequence) or not all(isinstance(own, SamplingParams) for own in params):
+        raise TypeError(f"sampling_params={params!r} is not allowed; give one SamplingParams, or a list of them")
     if len(params) != number:
         raise ValueError(f"sampling_params has {len(params)} entries for {number} prompts; give one, or one a prompt")
     return list(params)

@@ -1,13 +1,12 @@
 """Flat option names (`max_model_len=4096`) to a nested `EngineConfig`, names and kinds checked.
 
-Not parsing of a command line (server/cli_values.py) and not ranges: those are checked with everything else by
-`runtime.resolve`. Units: as in runtime/config.py.
+Not parsing of a command line (server/cli_values.py) and not the table of ranges (runtime/ranges.py).
+Units: as in runtime/config.py.
 """
 
 from __future__ import annotations
 
 import difflib
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,8 +14,8 @@ import msgspec
 
 from ..topologies import load_layout
 from .config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
-
-log = logging.getLogger(__name__)
+from .foreign import foreign
+from .ranges import check_ranges
 
 _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "model": ModelOptions,
@@ -48,7 +47,7 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     sections: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
     for name, value in ({"path": ""} | dict(options)).items():
         if name not in _FIELDS:
-            raise ValueError(f"option {name!r} is not known; {nearest(name, _FIELDS)}")
+            raise ValueError(foreign(name) or f"option {name!r} is not known; {nearest(name, _FIELDS)}")
         sections[_FIELDS[name]][name] = value
     made = {section: _convert(_SECTIONS[section], values) for section, values in sections.items()}
     return EngineConfig(**made)
@@ -59,15 +58,18 @@ def layout_config(options: Mapping[str, Any], *, dialect: str | None = None) -> 
 
     Args:
         options: see `engine_config`.
-        dialect: how the topology counts DP, see `topologies.parse_topology`. What reads like a slip is logged.
+        dialect: how the topology counts DP, see `topologies.parse_topology`.
 
     Raises:
-        ValueError: as `engine_config`, and for a layout that this version does not run.
+        ValueError: as `engine_config`, for a layout that this version does not run, and for a value out of range.
     """
-    layout = load_layout(options.get("topology", ParallelOptions().topology), dialect=dialect)
-    for line in layout.warnings():
-        log.warning("%s", line)
-    return engine_config({**options, "topology": layout.single().long()})
+    text = options.get("topology", ParallelOptions().topology)
+    if not isinstance(text, str):
+        raise ValueError(f"topology={text!r} is not allowed; use text of the form EPxDPy, for example 'EP2DP1'")
+    layout = load_layout(text, dialect=dialect)
+    config = engine_config({**options, "topology": layout.single().long()})
+    check_ranges(config)
+    return config
 
 
 def _convert(struct: type[msgspec.Struct], values: dict[str, Any]) -> Any:
@@ -81,8 +83,10 @@ def _convert(struct: type[msgspec.Struct], values: dict[str, Any]) -> Any:
     return struct(**values)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `did you mean ...?`, or the list of what is known."""
+def nearest(name: str, known: Iterable[str], *, otherwise: str = "") -> str:
+    """Return `did you mean ...?`, or when nothing is near `otherwise`, by default the list of what is known."""
     plain = {key.replace("_", "-"): key for key in known}
     close = difflib.get_close_matches(name.removeprefix("--").replace("_", "-"), list(plain), n=1)
-    return f"did you mean {plain[close[0]]}?" if close else f"known are {', '.join(sorted(plain.values()))}"
+    if close:
+        return f"did you mean {plain[close[0]]}?"
+    return otherwise or f"known are {', '.join(sorted(plain.values()))}"

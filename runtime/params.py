@@ -45,7 +45,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
-        elif not isinstance(self.stop, tuple):
+        elif self.stop is None or isinstance(self.stop, list):
             msgspec.structs.force_setattr(self, "stop", tuple(self.stop or ()))
         for field, value, fine, fix in self._checks():
             if not fine:
@@ -70,7 +70,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
              "use 0 or -1 to keep all tokens, or a positive integer"),
             ("seed", self.seed, self.seed is None or (is_int(self.seed) and -(2**63) <= self.seed < 2**63),
              "use an integer of at most 64 bits"),
-            ("stop", stops, len(stops) <= MAX_STOP_STRINGS and all(isinstance(s, str) and s for s in stops),
+            ("stop", stops, isinstance(stops, tuple) and len(stops) <= MAX_STOP_STRINGS
+             and all(isinstance(s, str) and s for s in stops),
              f"use up to {MAX_STOP_STRINGS} strings, none empty"),
             ("ignore_eos", self.ignore_eos, isinstance(self.ignore_eos, bool), "use true or false"),
             ("logprobs", self.logprobs,

@@ -20,8 +20,9 @@ from ..models.loading import check_weights
 from ..quant import NumberFormat, parse_format
 from ..topologies import ByteBudget, ModelFootprint, Topology, byte_budget, check_fits, check_runnable, parse_topology
 from ..topologies.hardware import available_memory_bytes, host_cores, host_memory_bytes, numa_nodes
-from .config import LOAD_FORMATS, CacheOptions, EngineConfig
+from .config import CacheOptions, EngineConfig
 from .gpus import gpu_memory_bytes
+from .ranges import check_ranges
 from .scheduling.limits import SchedulerConfig
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ def resolve(config: EngineConfig) -> Resolved:
     Raises:
         ValueError: one line with the field, the value and the fix (a ConfigError or TopologyError among them).
     """
-    _check_words(config)
+    check_ranges(config)
     topology = parse_topology(config.parallel.topology)
     model = load_config(Path(config.model.path))
     gpus = gpu_memory_bytes() if config.parallel.device == "cuda" else None
@@ -110,6 +111,8 @@ def resolve(config: EngineConfig) -> Resolved:
         smallest = min(gpus[: topology.num_ranks])
         budget = _gpu_budget(config, topology, footprint, smallest, fixed=asked is not None)
     _schedule_limits(config, topology)
+    for line in topology.warnings():
+        log.warning("%s", line)
     return Resolved(
         config=config,
         topology=topology,
@@ -256,30 +259,6 @@ def _check_kv_format(cache: CacheOptions, dtype: NumberFormat) -> None:
             f"kv_cache_dtype={asked!r} is not available: this version stores KV in the model's dtype; "
             f"use auto or {dtype.name}"
         )
-
-
-def _check_words(config: EngineConfig) -> None:
-    model, cache, parallel, schedule = config.model, config.cache, config.parallel, config.schedule
-    checks = [
-        ("load_format", model.load_format, model.load_format in LOAD_FORMATS, f"use {'|'.join(LOAD_FORMATS)}"),
-        ("ranks", parallel.ranks, parallel.ranks in ("processes", "threads"), "use processes or threads"),
-        ("device", parallel.device, parallel.device in ("cpu", "cuda"), "use cpu or cuda"),
-        ("threads", parallel.threads, parallel.threads is None or parallel.threads >= 1, "use at least 1"),
-        ("gpu_memory_utilization", cache.gpu_memory_utilization, 0 < cache.gpu_memory_utilization <= 1,
-         "use a share above 0 and up to 1"),
-        ("kv_cache_memory_bytes", cache.kv_cache_memory_bytes,
-         cache.kv_cache_memory_bytes is None or cache.kv_cache_memory_bytes > 0, "use a positive number of bytes"),
-        ("num_blocks", cache.num_blocks, cache.num_blocks is None or cache.num_blocks > 0, "use at least 1"),
-        ("block_size", cache.block_size, 1 <= cache.block_size <= 256, "use 1 to 256 tokens, 16 by default"),
-        ("stall_timeout_s", schedule.stall_timeout_s, schedule.stall_timeout_s >= 1, "use at least 1 second"),
-        ("tokenizer", model.tokenizer, not (model.tokenizer and model.skip_tokenizer_init),
-         "skip_tokenizer_init loads none; leave one of the two out"),
-        ("max_model_len", model.max_model_len, model.max_model_len is None or model.max_model_len >= 2,
-         "use at least 2 (prompt and output)"),
-    ]  # fmt: skip
-    for field, value, fine, fix in checks:
-        if not fine:
-            raise ValueError(f"{field}={value!r} is not allowed; {fix}")
 
 
 def _schedule_limits(config: EngineConfig, topology: Topology) -> SchedulerConfig:

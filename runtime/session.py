@@ -14,15 +14,20 @@ from types import TracebackType
 from typing import Any, Self
 
 import msgspec
+import numpy as np
 
 from ..models.source import resolve_model
 from ..text import Tokenizer
 from .config import EngineConfig
-from .messages import Delta
+from .messages import INVALID_REQUEST, Delta
 from .params import SamplingParams
 from .prompts import check_token_ids, model_tokenizer
 from .replicas import OnLoading, ReplicaLost, ReplicaSet
 from .resolve import Resolved, check_checkpoint, resolve
+from .scheduling.admission import check_fits
+from .scheduling.limits import SchedulerConfig
+from .scheduling.request import Request
+from .text_output import TextOutput
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +64,8 @@ class Session:
     def __init__(self, replicas: ReplicaSet, resolved: Resolved, tokenizer: Tokenizer | None) -> None:
         self._replicas = replicas
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of a call, from its first prompt to its last token
+        self._turn = threading.Lock()  # of the replicas: `close` may come from another thread
         self._closed = False
         self.resolved = resolved
         self.tokenizer = tokenizer
@@ -118,20 +124,31 @@ class Session:
             raise ValueError("skip_tokenizer_init=True leaves token ids only; give prompt_token_ids")
         return self.tokenizer
 
-    def check_prompt(self, token_ids: Sequence[int]) -> None:
-        """Refuse a prompt that can never run.
+    def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Refuse what can never run, by the rules of the scheduler and the figures of the replicas.
 
         Raises:
-            ValueError: it is empty, too long, or holds an id that is no token.
+            ValueError: the prompt is empty, too long, or holds an id that is no token; or the parameters ask for more
+                than there is.
         """
-        if not token_ids:
-            raise ValueError("prompt has no tokens; give at least one")
-        if len(token_ids) >= self.max_model_len:
-            raise ValueError(
-                f"prompt has {len(token_ids)} tokens, which leaves no room in max_model_len={self.max_model_len}; "
-                f"use at most {self.max_model_len - 1}"
-            )
+        if self.tokenizer is None:
+            TextOutput(None, params)  # refuses stop strings
+        request = Request(request_id="", prompt_token_ids=np.empty(len(token_ids), np.int32), params=params)
+        check_fits(request, self._limits)
         check_token_ids(token_ids, self.resolved.model.vocab_size)
+
+    @property
+    def _limits(self) -> SchedulerConfig:
+        """What every replica takes, whichever will be chosen."""
+        ready, schedule = self._replicas.ready, self.resolved.config.schedule
+        return SchedulerConfig(
+            num_ranks=self.resolved.topology.ep,
+            num_blocks=min(one.num_blocks for one in ready),
+            block_size=ready[0].block_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=schedule.max_num_seqs,
+            max_num_batched_tokens=schedule.max_num_batched_tokens,
+        )
 
     def stream(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Iterator[tuple[int, Delta]]:
         """Yield (index of the prompt, what became known of it) until all are finished.
@@ -139,21 +156,23 @@ class Session:
         Leaving the iterator early aborts what still runs.
 
         Raises:
-            ValueError: a prompt that can never run; nothing is submitted then.
-            EngineLostError: a rank or an engine ended.
+            ValueError: a prompt that can never run as its parameters ask; nothing is submitted then.
+            EngineLostError: a rank or an engine ended, or the session was closed meanwhile.
+            RuntimeError: it is closed, or another call runs.
         """
         if self._closed:
-            raise ValueError("this LLM is closed; make a new one")
-        for prompt in prompts:
-            self.check_prompt(prompt)
+            raise RuntimeError("this LLM is closed; make a new one")
+        for prompt, own in zip(prompts, params, strict=True):
+            self.check(prompt, own)
         if not self._lock.acquire(blocking=False):
-            raise ValueError("this LLM is generating already; it serves one call at a time (a server serves many)")
+            raise RuntimeError("this LLM is generating already; it serves one call at a time (a server serves many)")
         pending: dict[str, int] = {}
         try:
             yield from self._run(prompts, params, pending)
         finally:
-            for request_id in pending:
-                self._replicas.abort(request_id)
+            with self._turn:
+                for request_id in pending if not self._closed else ():
+                    self._replicas.abort(request_id)
             self._lock.release()
 
     def _run(
@@ -162,21 +181,36 @@ class Session:
         waiting = iter(range(len(prompts)))
         most = self.resolved.topology.dp * self.resolved.most_requests  # replicas refuse more than that
         while True:
-            for index in itertools.islice(waiting, most - len(pending)):
-                request_id = f"local-{next(self._numbers)}"
-                pending[request_id] = index
-                self._submit(request_id, prompts[index], params[index])
+            with self._turn:
+                self._need_open()
+                for index in itertools.islice(waiting, most - len(pending)):
+                    request_id = f"local-{next(self._numbers)}"
+                    pending[request_id] = index
+                    self._submit(request_id, prompts[index], params[index])
+                deltas = self._replicas.poll(POLL_S) if pending else []
             if not pending:
                 return
-            for delta in self._replicas.poll(POLL_S):
+            for delta in deltas:
                 if delta.request_id not in pending:
                     continue  # of a call that was left early
+                self._need_open()
                 index = pending[delta.request_id]
                 if delta.finish_reason is not None:
                     del pending[delta.request_id]
-                if delta.finish_reason == "error" and self._replicas.failure is not None:
-                    raise EngineLostError(self._replicas.failure.reason)
+                if delta.finish_reason == "error":
+                    self._raise_for(delta)
                 yield index, delta
+
+    def _need_open(self) -> None:
+        if self._closed:
+            raise EngineLostError("this LLM was closed while it generated")
+
+    def _raise_for(self, delta: Delta) -> None:
+        """Raise for an error that is not of this one request's making (numbers that are not finite stay its result)."""
+        if self._replicas.failure is not None:
+            raise EngineLostError(self._replicas.failure.reason)
+        if delta.error_code == INVALID_REQUEST:
+            raise ValueError(delta.error or "the engine refused the request")
 
     def _submit(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         try:
@@ -185,10 +219,15 @@ class Session:
             raise EngineLostError(str(lost)) from lost
 
     def close(self) -> None:
-        """End all engines and ranks; safe to call twice."""
+        """End all engines and ranks; safe to call twice and from any thread: a running call raises EngineLostError."""
         if not self._closed:
             self._closed = True
-            self._replicas.close()
+            free = self._turn.acquire(timeout=2 * POLL_S)
+            try:
+                self._replicas.close()
+            finally:
+                if free:
+                    self._turn.release()
 
     def __enter__(self) -> Self:
         return self

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from .cli_options import ENGINE, FOREIGN_FLAGS, HTTP, SAMPLE, SHARED, Flag, flags_of, without_aliases
+from .cli_options import ALIASES, ENGINE, HTTP, SAMPLE, SHARED, Flag, flags_of, with_flag, without_aliases
 
 EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 130
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -85,6 +86,8 @@ def _add_command(
 
         settings = read_settings(flags, given)
         _set_up_logging(settings.shared.get("log-level"), quiet=name != "serve")
+        if name != "serve":  # a server has handlers of its own; what runs here ends by KeyboardInterrupt
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return run(settings)
 
     parameters = [*arguments, *map(_parameter, flags)]
@@ -150,9 +153,9 @@ def _set_up_logging(level: str | None, *, quiet: bool) -> None:
     level = level or ("warning" if quiet else "info")
     if level not in LOG_LEVELS:
         raise ValueError(f"--log-level: {level!r} is not allowed; use one of {', '.join(LOG_LEVELS)}")
-    logging.basicConfig(
-        stream=sys.stderr, level=level.upper(), format="%(asctime)s %(levelname)s [moewe] %(message)s", force=True
-    )
+    form, root = "%(asctime)s %(levelname)s [moewe] %(message)s", "warning" if level == "info" else level
+    logging.basicConfig(stream=sys.stderr, level=root.upper(), format=form, force=True)
+    logging.getLogger("moewe").setLevel(level.upper())  # of libraries only warnings, unless all is to be told
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -185,7 +188,7 @@ def _report(error: Exception, words: Sequence[str]) -> int:
     elif hasattr(error, "exit_code"):
         code, message = error.exit_code, str(error)
     elif isinstance(error, (ValueError, OSError)):
-        message = str(error)
+        message = with_flag(str(error))
     else:
         message = f"{type(error).__name__}: {error} (an error in moewe; --log-level debug shows where)"
     print(f"moewe: error: {' '.join(message.split())}", file=sys.stderr)
@@ -193,11 +196,15 @@ def _report(error: Exception, words: Sequence[str]) -> int:
 
 
 def _usage_message(error: Any, words: Sequence[str]) -> str:
+    from ..runtime.foreign import foreign
+    from ..runtime.options import nearest
+
     name = str(getattr(error, "option_name", "") or "")
-    for flag in (name, *(word.partition("=")[0] for word in words)):
-        if flag in FOREIGN_FLAGS and (not name or flag.startswith(name)):
-            return (
-                f"{flag} ({FOREIGN_FLAGS[flag]}) is not a flag of moewe; one --topology says it all: "
-                "EP8DP1 is one group of 8 ranks, EP8DP2 two such groups"
-            )
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag.startswith("-") and flag.startswith(name) and (message := foreign(flag)) is not None:
+            return message
+    if name.startswith("--"):
+        known = [f"--{flag.name}" for flag in flags_of(ENGINE, HTTP, SAMPLE, SHARED)]
+        return f"there is no flag {name}; {nearest(name, [*known, *ALIASES], otherwise='see moewe --help')}"
     return f"{error.format_message()} (see moewe --help)"

@@ -145,23 +145,12 @@ SHARED_FLAGS = (
     _shared("log-level", "debug, info, warning or error; debug shows tracebacks.", default="info"),
 )
 
-# Flags of other servers that say a topology: answered with ours.
-FOREIGN_FLAGS = {
-    "-tp": "tensor parallelism", "--tp": "tensor parallelism", "--tp-size": "tensor parallelism",
-    "--tensor-parallel-size": "tensor parallelism",
-    "-dp": "data parallelism", "--dp": "data parallelism", "--dp-size": "data parallelism",
-    "--data-parallel-size": "data parallelism", "--enable-dp-attention": "data parallelism",
-    "-ep": "expert parallelism", "--ep": "expert parallelism", "--ep-size": "expert parallelism",
-    "--expert-parallel-size": "expert parallelism", "--enable-expert-parallel": "expert parallelism",
-    "-pp": "pipeline parallelism", "--pp-size": "pipeline parallelism",
-    "--pipeline-parallel-size": "pipeline parallelism",
-}  # fmt: skip
-
 ALIASES = {
     alias: f"--{flag.name}"
     for flag in (*ENGINE_FLAGS, *HTTP_FLAGS, *SAMPLING_FLAGS, *SHARED_FLAGS)
     for alias in flag.aliases
 }
+_BY_FIELD = {flag.target: flag.name for flag in (*ENGINE_FLAGS, *HTTP_FLAGS, *SAMPLING_FLAGS)}
 
 
 def without_aliases(words: Sequence[str]) -> list[str]:
@@ -185,3 +174,14 @@ def flags_of(*groups: str) -> Iterator[Flag]:
     for flag in (*ENGINE_FLAGS, *HTTP_FLAGS, *SAMPLING_FLAGS, *SHARED_FLAGS):
         if flag.group in groups:
             yield flag
+
+
+def with_flag(message: str) -> str:
+    """Return a message that begins with `field=` with the flag in place of the field.
+
+    Example:
+        >>> with_flag("stall_timeout_s=0.0 is not allowed; use at least 1 second")
+        '--stall-timeout=0.0 is not allowed; use at least 1 second'
+    """
+    field, equals, rest = message.partition("=")
+    return f"--{_BY_FIELD[field]}={rest}" if equals and field in _BY_FIELD else message

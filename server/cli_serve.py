@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..runtime.resolve import Resolved
 
 BACKLOG = 2048
+MOST = 2**63
 
 
 def serve(settings: Settings) -> int:
@@ -49,15 +50,19 @@ def config_of(settings: Settings) -> EngineConfig:
 
 def server_options(http: dict[str, Any]) -> ServerOptions:
     """Return the server's options, ranges checked."""
+    from ..text import ChatTemplate
+
     values = dict(http)
     port = values.get("port", 0)
     if not 0 <= port <= 65535:
         raise ValueError(f"--port {port} is not a port; use 0 to 65535")
     for name, least in (("shutdown_timeout_s", 0.0), ("log_stats_interval_s", 0.0), ("max_body_bytes", 1024)):
-        if name in values and not values[name] >= least:
-            raise ValueError(f"{name}={values[name]!r} is not allowed; use at least {least:g}")
+        if name in values and not least <= values[name] < MOST:
+            raise ValueError(f"{name}={values[name]!r} is not allowed; use at least {least:g}, and a finite number")
     if "chat_template" in values:
         values["chat_template"] = _template(values["chat_template"])
+        if (problem := ChatTemplate(values["chat_template"]).problem) is not None:
+            raise ValueError(f"--chat-template: {problem}")
     return ServerOptions(**values)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..runtime.foreign import foreign
 from ..runtime.options import nearest
 from ..topologies.yaml_file import read_yaml_mapping
 from .cli_options import ENGINE, HTTP, SAMPLE, SHARED, Flag
@@ -106,7 +107,8 @@ def read_config(path: Path, known: Mapping[str, Flag]) -> dict[str, Any]:
     for key, raw in read_yaml_mapping(path).items():
         flag = spellings.get(key.removeprefix("--").replace("_", "-"))
         if flag is None:
-            raise ValueError(f"{key!r} in {str(path)!r} is not a flag; {nearest(key, spellings)}")
+            near = nearest(key, spellings, otherwise="moewe serve --help lists all")
+            raise ValueError(foreign(key) or f"{key!r} in {str(path)!r} is not a flag; {near}")
         if flag.name in values:
             raise ValueError(f"{key!r} in {str(path)!r} sets {flag.name} a second time; leave one out")
         if raw is not None:

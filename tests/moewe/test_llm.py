@@ -14,7 +14,7 @@ import moewe
 from moewe import LLM, SamplingParams
 from moewe.llm import Logprob
 from moewe.runtime import session
-from moewe.runtime.messages import Delta, Failed, LogprobEntry, Ready
+from moewe.runtime.messages import INVALID_REQUEST, Delta, Failed, LogprobEntry, Ready
 from moewe.runtime.replicas import ReplicaLost
 from moewe.runtime.resolve import Resolved
 from tests.support.chain import BOS, EOS, byte_id, chain
@@ -163,13 +163,13 @@ def test_more_prompts_than_the_queue_takes(llm: LLM, made: list[EchoReplicas]) -
 
 def test_chat_renders_the_template(llm: LLM) -> None:
     conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    (output,) = llm.chat(conversation, SamplingParams(max_tokens=64))
+    (output,) = llm.chat(conversation, SamplingParams(max_tokens=32))
     assert output.prompt == "u:hi;a:ho;" == output.outputs[0].text
     assert [output.prompt for output in llm.chat([conversation, conversation[:1]])] == ["u:hi;a:ho;", "u:hi;"]
 
 
 def test_streaming_yields_text_and_leaving_aborts(llm: LLM, made: list[EchoReplicas]) -> None:
-    assert list(llm.stream("hello", SamplingParams(max_tokens=64))) == ["he", "ll", "o"]
+    assert list(llm.stream("hello", SamplingParams(max_tokens=32))) == ["he", "ll", "o"]
     stream = llm.stream("hello")
     assert next(stream) == "he"
     stream.close()  # type: ignore[attr-defined]
@@ -181,9 +181,10 @@ def test_streaming_yields_text_and_leaving_aborts(llm: LLM, made: list[EchoRepli
 @pytest.mark.parametrize(
     ("prompt", "says"),
     [
-        ([], "no tokens"),
-        ("", "no tokens"),
-        ("x" * 64, "leaves no room in max_model_len=64"),
+        ([], "prompt has 0 tokens"),
+        ("", "prompt has 0 tokens"),
+        ("x" * 64, "prompt has 64 tokens, but max_model_len is 64"),
+        ("x" * 60, "max_tokens=16 make 76.*lower max_tokens to at most 4"),
         ({"prompt_token_ids": [5, 100_000]}, "prompt_token_ids.1=100000"),
         ({"prompt_token_ids": [-1]}, "prompt_token_ids.0=-1"),
         ({"prompt_token_ids": [1.5]}, "has 1.5"),
@@ -199,7 +200,7 @@ def test_prompts_that_can_never_run(llm: LLM, made: list[EchoReplicas], prompt: 
 def test_one_call_at_a_time(llm: LLM) -> None:
     stream = llm.stream("hello")
     next(stream)
-    with pytest.raises(ValueError, match="one call at a time"):
+    with pytest.raises(RuntimeError, match="one call at a time"):
         llm.generate("a")
     stream.close()  # type: ignore[attr-defined]
     assert llm.generate("a")
@@ -216,8 +217,45 @@ def test_close_is_once_and_for_all(llm: LLM, made: list[EchoReplicas]) -> None:
     llm.close()
     llm.close()
     assert made[0].closed == 1
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(RuntimeError, match="closed"):
         llm.generate("a")
+
+
+def test_closing_ends_a_call_that_runs(llm: LLM) -> None:
+    stream = llm.stream("hello")
+    next(stream)
+    llm.close()
+    with pytest.raises(session.EngineLostError, match="closed while it generated"):
+        next(stream)
+
+
+def test_a_request_that_an_engine_refuses_is_an_error(
+    llm: LLM, made: list[EchoReplicas], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for code, raised in ((INVALID_REQUEST, True), (None, False)):
+        monkeypatch.setattr(made[0], "poll", lambda timeout, code=code: [
+            Delta(request_id=list(made[0].submitted)[-1], finish_reason="error", error="no", error_code=code)
+        ])  # fmt: skip
+        if raised:
+            with pytest.raises(ValueError, match="no"):
+                llm.generate("a")
+        else:
+            assert llm.generate("a")[0].outputs[0].error == "no"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "says"),
+    [
+        (None, None, "prompts=None is no prompt"),
+        ([None], None, "prompt=None is no prompt"),
+        ("a", {"max_tokens": 3}, r"give SamplingParams\(\.\.\.\)"),
+        ("a", 3, "give one SamplingParams"),
+        (["a"], [3], "give one SamplingParams"),
+    ],
+)
+def test_things_of_the_wrong_kind(llm: LLM, prompts: Any, params: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        llm.generate(prompts, params)
 
 
 def test_without_tokenizer_only_token_ids(made: list[EchoReplicas]) -> None:
@@ -226,6 +264,8 @@ def test_without_tokenizer_only_token_ids(made: list[EchoReplicas]) -> None:
         assert llm.generate({"prompt_token_ids": [BOS, EOS]})[0].outputs[0].token_ids == [BOS, EOS]
         with pytest.raises(ValueError, match="skip_tokenizer_init"):
             llm.generate("text")
+        with pytest.raises(ValueError, match=r"stop=.*needs text"):
+            llm.generate([[BOS]], SamplingParams(stop="x"))
 
 
 @pytest.mark.parametrize(
@@ -237,6 +277,10 @@ def test_without_tokenizer_only_token_ids(made: list[EchoReplicas]) -> None:
         ({"topology": "EP5DP1"}, "use EP4DP1"),
         ({"dtype": "int3"}, "int3"),
         ({"max_model_len": 100_000}, "max_model_len=100000"),
+        ({"topology": 3}, "topology=3 is not allowed"),
+        ({"seed": 10**23}, "seed="),
+        ({"tensor_parallel_size": 2}, "one topology says it all"),
+        ({"quantization": "fp8"}, "quantization asks for quantized weights, and this version has none"),
     ],
 )
 def test_wrong_options_are_named(made: list[EchoReplicas], options: dict[str, Any], says: str) -> None:

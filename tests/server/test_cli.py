@@ -29,11 +29,12 @@ def run(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
 
 @pytest.fixture(autouse=True)
 def _logging_as_before() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    root, ours = logging.getLogger(), logging.getLogger("moewe")
+    handlers, levels = root.handlers[:], (root.level, ours.level)
     yield
     root.handlers[:] = handlers
-    root.setLevel(level)
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
 
 
 @pytest.fixture
@@ -77,13 +78,29 @@ def test_help_groups_flags_in_panels(capfd: pytest.CaptureFixture[str]) -> None:
         (["serve", "m", "--topology", "dynamo-launch"], "not available in this version"),
         (["serve", "m", "--topology", "EP2DP1", "--dialect", "x"], "vllm, sglang, deepseek"),
         (["serve", "m", "--chat-template", "{{ 1 }}", "--skip-tokenizer-init"], "--chat-template needs the tokenizer"),
-        (["serve", "m", "-tp", "8"], "one --topology says it all"),
-        (["serve", "m", "--data-parallel-size=8"], "one --topology says it all"),
+        (["serve", "m", "-tp", "8"], "one topology says it all"),
+        (["serve", "m", "--data-parallel-size=8"], "one topology says it all"),
         (["serve", "m", "--log-level", "loud"], "--log-level: 'loud'"),
         (["serve", "m", "--host", "not a host", "--port", "0"], "--host 'not a host'"),
         (["serve", "m", "--chat-template", "nowhere.jinja"], "'nowhere.jinja' cannot be read"),
-        (["serve", "m", "--shutdown-timeout", "-1"], "shutdown_timeout_s=-1"),
-        (["generate", "m", "text", "--max-tokens", "0"], "max_tokens=0"),
+        (["serve", "m", "--shutdown-timeout", "-1"], "--shutdown-timeout=-1.0"),
+        (["generate", "m", "text", "--max-tokens", "0"], "--max-tokens=0"),
+        (["serve", "m", "--max-tokenz", "1"], "there is no flag --max-tokenz; did you mean --max-tokens?"),
+        (["serve", "m", "--chat-template", "{% for %}"], "--chat-template: chat template does not compile"),
+        (["serve", "m", "--seed", "99999999999999999999999"], "--seed=99999999999999999999999 is not allowed"),
+        (["serve", "m", "--max-num-seqs", "0"], "--max-num-seqs=0"),
+        (["serve", "m", "--max-num-batched-tokens", "0"], "--max-num-batched-tokens=0"),
+        (["serve", "m", "--max-num-batched-tokens", "8"], "use at least max_num_seqs (64)"),
+        (["serve", "m", "--max-queued-requests", "-1"], "--max-queued-requests=-1"),
+        (["serve", "m", "--stall-timeout", "-1"], "--stall-timeout=-1"),
+        (["serve", "m", "--stall-timeout", "inf"], "--stall-timeout=inf"),
+        (["serve", "m", "--schedule-policy", "lifo"], "--schedule-policy='lifo' is not allowed; use fcfs or priority"),
+        (["serve", "m", "--load-format", "pt"], "--load-format='pt'"),
+        (["serve", "m", "--dtype", "foo"], "--dtype='foo' is not allowed; use auto"),
+        (["serve", "m", "-q", "fp8"], "-q asks for quantized weights, and this version has none of it"),
+        (["serve", "m", "--enable-prefix-caching"], "asks for a prefix cache"),
+        (["chat", "m", "--speculative-config={}"], "asks for speculative decoding"),
+        (["serve", "m", "--all2all-backend", "x"], "asks for a choice of all-to-all backends"),
         (["banana"], "banana"),
     ],
 )

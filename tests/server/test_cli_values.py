@@ -94,7 +94,7 @@ def test_file_takes_aliases_and_the_model(tmp_path: Path) -> None:
     ("text", "word"),
     [
         ("max-model-length: 3\n", "did you mean max-model-len?"),
-        ("banana: 3\n", "known are"),
+        ("banana: 3\n", "moewe serve --help lists all"),
         ("max-model-len: many\n", "use a whole number"),
         ("max-model-len: 1.5\n", "use a whole number"),
         ("max-model-len: true\n", "use one value"),
@@ -156,9 +156,8 @@ def test_engine_options_of_the_wrong_name_or_kind(options: dict[str, Any], word:
     assert word in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_layout_becomes_one_topology_in_the_dialect_that_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_layout_becomes_one_topology_in_the_dialect_that_is_named() -> None:
     assert layout_config({"model": "m"}).parallel.topology == "EP1DP1[adp=1,atp=1,red=0]"
     for dialect, short in ((None, "EP8DP8"), ("moewe", "EP8DP8"), ("vllm", "EP8DP1")):
         made = layout_config({"model": "m", "topology": "EP8DP8"}, dialect=dialect)
         assert made.parallel.topology.startswith(f"{short}[")
-    assert len(caplog.messages) == 2 and all("did you mean EP8DP1" in line for line in caplog.messages)

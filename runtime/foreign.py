@@ -1,0 +1,60 @@
+"""What other servers can be asked for and this version lacks: a name to one line that says so.
+
+Not the options that moewe has (runtime/options.py, server/cli_options.py). One table answers flags, files and `LLM`.
+No shapes; names are in lower case with dashes.
+"""
+
+from __future__ import annotations
+
+_LAYOUT = {
+    "tp": "tensor parallelism", "tp-size": "tensor parallelism", "tensor-parallel-size": "tensor parallelism",
+    "dp": "data parallelism", "dp-size": "data parallelism", "data-parallel-size": "data parallelism",
+    "enable-dp-attention": "data parallelism",
+    "ep": "expert parallelism", "ep-size": "expert parallelism", "expert-parallel-size": "expert parallelism",
+    "enable-expert-parallel": "expert parallelism",
+    "pp": "pipeline parallelism", "pp-size": "pipeline parallelism",
+    "pipeline-parallel-size": "pipeline parallelism",
+}  # fmt: skip
+
+_LACKING = {
+    "quantized weights": ("q", "quantization", "quantization-config", "quantization-param-path", "torchao-config"),
+    "a prefix cache": ("enable-prefix-caching", "prefix-caching-hash-algo", "enable-hierarchical-cache"),
+    "speculative decoding": ("speculative-config", "speculative-algorithm", "speculative-model",
+                             "speculative-num-steps", "speculative-draft-model-path", "num-speculative-tokens"),
+    "tool calls": ("tool-call-parser", "enable-auto-tool-choice", "tool-server", "tool-parser-plugin"),
+    "reasoning parsers": ("reasoning-parser", "enable-reasoning"),
+    "a choice of attention backends": ("attention-backend", "prefill-attention-backend", "decode-attention-backend"),
+    "an expert load balancer": ("enable-eplb", "eplb-config", "num-redundant-experts", "ep-num-redundant-experts"),
+    "a choice of MoE backends": ("moe-backend", "moe-runner-backend"),
+    "a choice of all-to-all backends": ("all2all-backend", "moe-a2a-backend", "deepep-mode"),
+    "LoRA adapters": ("enable-lora", "lora-modules", "lora-paths", "max-loras", "max-lora-rank"),
+    "transfer of KV between servers": ("kv-transfer-config", "disaggregation-mode", "disaggregation-transfer-backend"),
+    "structured output": ("guided-decoding-backend", "grammar-backend", "structured-outputs-config"),
+    "offloading of weights or KV": ("cpu-offload-gb", "swap-space", "kv-offloading-size"),
+    "code from checkpoints": ("trust-remote-code",),
+    "CUDA graphs and compilation": ("enforce-eager", "compilation-config", "enable-torch-compile",
+                                    "disable-cuda-graph", "cuda-graph-max-bs"),
+    "several hosts": ("nnodes", "node-rank", "dist-init-addr", "data-parallel-address"),
+}  # fmt: skip
+_LACKED_BY_NAME = {name: what for what, names in _LACKING.items() for name in names}
+
+
+def foreign(name: str) -> str | None:
+    """Return why `name` is not an option here, for a name of another server; None for every other.
+
+    Args:
+        name: as the user wrote it, a flag or a keyword.
+
+    Example:
+        >>> foreign("--enable-lora")
+        '--enable-lora asks for LoRA adapters, and this version has none of it; leave it out'
+    """
+    key = name.lstrip("-").replace("_", "-")
+    if key in _LAYOUT:
+        return (
+            f"{name} ({_LAYOUT[key]}) is not an option of moewe; one topology says it all: "
+            "EP8DP1 is one group of 8 ranks, EP8DP2 two such groups"
+        )
+    if key in _LACKED_BY_NAME:
+        return f"{name} asks for {_LACKED_BY_NAME[key]}, and this version has none of it; leave it out"
+    return None

@@ -1,0 +1,66 @@
+"""Which values the options of an engine may have, all in one table, checked before a model is looked for.
+
+Not kinds (runtime/options.py) and not what depends on the model or the machine (runtime/resolve.py).
+Units: as in runtime/config.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from .config import LOAD_FORMATS, EngineConfig
+from .scheduling.limits import POLICIES
+
+MOST = 2**31 - 1
+MOST_BYTES = 2**63 - 1
+# The spellings that `quant.parse_format` takes for what a model can run in; quant itself would import torch here.
+DTYPES = ("bfloat16", "bf16", "float16", "fp16", "half", "float32", "fp32", "float")
+
+
+def check_ranges(config: EngineConfig) -> None:
+    """Refuse a value that no model and no machine could make work.
+
+    Raises:
+        ValueError: one line with the field, the value and what is allowed.
+    """
+    for field, value, fine, fix in (*_words(config), *_numbers(config)):
+        if not fine:
+            raise ValueError(f"{field}={value!r} is not allowed; {fix}")
+
+
+def _words(config: EngineConfig) -> list[tuple[str, Any, bool, str]]:
+    model, parallel, policy = config.model, config.parallel, config.schedule.policy
+    return [
+        ("load_format", model.load_format, model.load_format in LOAD_FORMATS, f"use {', '.join(LOAD_FORMATS)}"),
+        ("dtype", model.dtype, model.dtype.strip().lower().removeprefix("torch.") in ("auto", *DTYPES),
+         "use auto (the checkpoint's), bfloat16, float16 or float32"),
+        ("ranks", parallel.ranks, parallel.ranks in ("processes", "threads"), "use processes or threads"),
+        ("device", parallel.device, parallel.device in ("cpu", "cuda"), "use cpu or cuda"),
+        ("policy", policy, policy in POLICIES, f"use {' or '.join(POLICIES)}"),
+        ("tokenizer", model.tokenizer, not (model.tokenizer and model.skip_tokenizer_init),
+         "skip_tokenizer_init loads none; leave one of the two out"),
+    ]  # fmt: skip
+
+
+def _numbers(config: EngineConfig) -> list[tuple[str, Any, bool, str]]:
+    model, cache, parallel, schedule = config.model, config.cache, config.parallel, config.schedule
+    share, stall = cache.gpu_memory_utilization, schedule.stall_timeout_s
+    kv, seqs, rows = cache.kv_cache_memory_bytes, schedule.max_num_seqs, schedule.max_num_batched_tokens
+    return [
+        ("seed", model.seed, 0 <= model.seed < 2**63, "use a whole number from 0 to 2^63 - 1"),
+        ("max_model_len", model.max_model_len, model.max_model_len is None or 2 <= model.max_model_len <= MOST,
+         "use at least 2 (prompt and output)"),
+        ("threads", parallel.threads, parallel.threads is None or 1 <= parallel.threads <= 4096, "use 1 to 4096"),
+        ("gpu_memory_utilization", share, 0 < share <= 1, "use a share above 0 and up to 1"),
+        ("kv_cache_memory_bytes", kv, kv is None or 0 < kv <= MOST_BYTES, "use a positive number of bytes"),
+        ("num_blocks", cache.num_blocks, cache.num_blocks is None or 0 < cache.num_blocks <= MOST, "use at least 1"),
+        ("block_size", cache.block_size, 1 <= cache.block_size <= 256, "use 1 to 256 tokens, 16 by default"),
+        ("max_num_seqs", seqs, 1 <= seqs <= MOST, "use at least 1, 64 by default"),
+        ("max_num_batched_tokens", rows, 1 <= rows <= MOST, "use at least 1, 512 by default"),
+        ("max_num_batched_tokens", rows, rows >= seqs,
+         f"use at least max_num_seqs ({seqs}): each sequence runs at least one token a step"),
+        ("max_queued_requests", schedule.max_queued_requests, 1 <= schedule.max_queued_requests <= MOST,
+         "use at least 1, 4096 by default"),
+        ("stall_timeout_s", stall, math.isfinite(stall) and stall >= 1, "use at least 1 second"),
+    ]  # fmt: skip
