@@ -89,7 +89,10 @@ class EngineLoop:
                 self._reporter.cache_resident |= on_host and sum(ready.weight_bytes) <= llc_bytes()
                 self._client.send(ready)
                 self._serve(self._engine)
-            group.stop()
+            if ready is None:
+                group.kill()  # they load, or import: nothing to save, and no need to wait until they listen
+            else:
+                group.stop()
             self._say_last(Stopped())
             return EXIT_STOPPED
         except ChannelClosed:

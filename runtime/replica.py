@@ -30,7 +30,7 @@ from .messages import (
 from .plan import unpack
 from .processes.channel import ChannelClosed, ChannelFull
 from .processes.launch import Member
-from .processes.supervision import MOST_CREDITED_S, process_state
+from .processes.supervision import MOST_CREDITED_S, has_children, process_state
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +106,11 @@ class Replica:
     def num_requests(self) -> int:
         """Requests that have not had their last delta."""
         return len(self._owed)
+
+    @property
+    def imports(self) -> bool:
+        """True while it is a process that has neither spoken nor started a rank: it may be killed without a trace."""
+        return self._watched and not self._silence.heard_once and not has_children(self.member.pid)
 
     def owes(self, request_id: str) -> bool:
         """True while `request_id` has not had its last delta."""

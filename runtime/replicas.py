@@ -269,6 +269,8 @@ class ReplicaSet:
             self._loop.detach()
             self._loop = None
         for replica in self._replicas:
+            if replica.imports:
+                replica.member.kill()  # it would not listen for a while
             replica.shut_down(drain=False)
         deadline = time.monotonic() + timeout
         while not self.drained and time.monotonic() < deadline:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from .cli_options import ALIASES, ENGINE, HTTP, SAMPLE, SHARED, Flag, flags_of, with_flag, without_aliases
+from .stdout import give_up_stdout, put
 
 EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 130
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -163,10 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     words = without_aliases(sys.argv[1:] if arguments is None else arguments)
     try:
         code = app(args=words or ["--help"], standalone_mode=False, prog_name="moewe")
-        sys.stdout.flush()
+        put()
     except BrokenPipeError:
-        # Whoever read our output is gone; Python would complain again when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        give_up_stdout()  # whoever read it is gone
         code = EXIT_MISTAKE
     except (KeyboardInterrupt, typer.Abort):
         print("\ninterrupted", file=sys.stderr)
@@ -204,7 +203,7 @@ def _usage_message(error: Any, words: Sequence[str]) -> str:
         flag = word.partition("=")[0]
         if flag.startswith("-") and flag.startswith(name) and (message := foreign(flag)) is not None:
             return message
-    if name.startswith("--"):
+    if name.startswith("--") and hasattr(error, "possibilities"):
         known = [f"--{flag.name}" for flag in flags_of(ENGINE, HTTP, SAMPLE, SHARED)]
         return f"there is no flag {name}; {nearest(name, [*known, *ALIASES], otherwise='see moewe --help')}"
     return f"{error.format_message()} (see moewe --help)"

@@ -39,6 +39,7 @@ FAILURE_GRACE_S = 1.5
 FLUSH_S = 0.2
 TICK_S = 0.5
 CLOSE_TIMEOUT_S = 3.0
+UNREADY_CLOSE_TIMEOUT_S = 0.8
 KEEP_ALIVE_S = 60
 MOST_HEADER_BYTES = 64 * 1024
 MOST_CONNECTIONS = 16384
@@ -62,7 +63,10 @@ def run_server(config: EngineConfig | Resolved, options: ServerOptions, listener
     _raise_descriptor_limit()
     resolved = config if isinstance(config, Resolved) else resolve(config)
     server = Server(build_state(resolved, options), resolved, listener)
-    return asyncio.run(server.run())
+    try:
+        return asyncio.run(server.run())
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is over: a second Ctrl-C must not end in a traceback
 
 
 def build_state(resolved: Resolved, options: ServerOptions) -> ServerState:
@@ -174,8 +178,13 @@ class Server:
         return None
 
     async def _end(self, word: str) -> int:
+        if word in (_INTERRUPT, _TERM) and self.state.phase is Phase.LOADING:
+            self.state.enter(Phase.DRAINING)
+            log.info("stopping: still loading, nothing to finish")
+            return EXIT_INTERRUPTED if word == _INTERRUPT else EXIT_DRAINED
         if word == _INTERRUPT:
             self.state.enter(Phase.DRAINING)
+            log.info("stopping: interrupted, %d requests were not finished", self.state.hub.num_live)
             self.state.hub.fail_all("the server was interrupted")
             return EXIT_INTERRUPTED
         if word == _LOST:
@@ -230,14 +239,15 @@ class Server:
                 log.info("%s", text)
 
     async def _close(self, http: asyncio.Future[None], replicas: ReplicaSet | None, *, forced: bool) -> None:
-        if forced:
+        if forced and self.state.ready:
             await asyncio.sleep(FLUSH_S)  # errors of open streams go out
-        self._http.force_exit = forced
+        ready = bool(self.state.ready)
+        self._http.force_exit = forced or not ready
         self._http.should_exit = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(http, CLOSE_TIMEOUT_S + 1.0)
         if replicas is not None:
-            replicas.close(CLOSE_TIMEOUT_S)
+            replicas.close(CLOSE_TIMEOUT_S if ready else UNREADY_CLOSE_TIMEOUT_S)
         self._listener.close()
 
 

@@ -114,6 +114,14 @@ def process_state(pid: int) -> str | None:
     return stat.rpartition(")")[2].split()[0]
 
 
+def has_children(pid: int) -> bool:
+    """Tell whether process `pid` has started others that still exist; True where the kernel does not say."""
+    try:
+        return any(task.joinpath("children").read_text() for task in Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return process_state(pid) is not None
+
+
 def wait_gone(pids: Sequence[int], timeout: float) -> bool:
     """Wait until none of `pids` runs any more (they need not be our children); False after `timeout` seconds."""
     deadline = time.monotonic() + timeout

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from tests.support.chain import chain
@@ -133,3 +134,21 @@ def test_sigterm_while_loading_ends_the_start() -> None:
         assert server.status("/ready") == 503
         server.signal(signal.SIGTERM)
         assert server.exit_code(timeout=10) == 0, server.log()
+        assert "stopping: still loading" in server.log() and "may finish" not in server.log()
+
+
+@pytest.mark.parametrize("after", [0.5, 1.5, 3.0])
+def test_interrupt_while_loading_ends_at_once(after: float) -> None:
+    """Twice at once, as impatient people do; importing, spawning or loading, there is nothing to save."""
+    with ServerProcess(chain(["a"]).path, wait=False) as server:
+        time.sleep(after)
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        server.signal(signal.SIGINT)
+        server.signal(signal.SIGINT)
+        assert server.exit_code(timeout=2) == 130, server.log()
+        server.children = children
+        assert not server.survivors()
+        log = server.log()
+        assert (
+            "Traceback" not in log and log.count("interrupted") + log.count("stopping") == 1 and "cache_hits" not in log
+        )
