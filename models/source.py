@@ -16,6 +16,7 @@ from .json_fields import show
 
 # Subfolders (original weights, other formats) and consolidated copies are never needed.
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt"]
+TOKENIZER_FILES = [name for name in HUB_FILES if name != "*.safetensors"]
 HUB_IGNORED = ["*/*", "consolidated*", "*.index.json.bak"]
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
 _REVISION = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
@@ -28,6 +29,7 @@ def resolve_model(
     revision: str | None = None,
     offline: bool | None = None,
     on_progress: OnProgress | None = None,
+    what: str = "model",
 ) -> Path:
     """Return the folder of a model, fetching or building it when it is not there yet.
 
@@ -36,16 +38,17 @@ def resolve_model(
         revision: branch, tag or commit on the hub.
         offline: take only what is in the cache; None asks HF_HUB_OFFLINE.
         on_progress: of building the demo.
+        what: `model`, or `tokenizer` to fetch no weights; errors call it so.
 
     Raises:
         ConfigError: it is none of the three, or the hub cannot give it.
     """
     if not model or any(ord(c) < 32 for c in model):
-        raise ConfigError(f"model = {show(model)} is not a folder, a hub id or the word demo")
+        raise ConfigError(f"{what} = {show(model)} is not a folder, a hub id or the word demo")
     folder = Path(model).expanduser()
     is_hub_id = model != "demo" and not folder.is_dir()
     if revision is not None and not is_hub_id:
-        raise ConfigError(f"revision = {show(revision)} only applies to a hub id, and model = {show(model)} is none")
+        raise ConfigError(f"revision = {show(revision)} only applies to a hub id, and {what} = {show(model)} is none")
     if model == "demo":
         from .demo import ensure_demo_checkpoint
 
@@ -53,12 +56,14 @@ def resolve_model(
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise ConfigError(f"model = {show(model)} is a file; give the folder that holds config.json and the weights")
+        raise ConfigError(f"{what} = {show(model)} is a file; give the folder that holds it")
     if _HUB_ID.fullmatch(model) is None or ".." in model or "--" in model:
-        raise ConfigError(f"model = {show(model)}: there is no such folder, and it is no hub id (owner/name); check it")
+        raise ConfigError(
+            f"{what} = {show(model)}: there is no such folder, and it is no hub id (owner/name); check it"
+        )
     if revision is not None and (_REVISION.fullmatch(revision) is None or ".." in revision):
         raise ConfigError(f"revision = {show(revision)} is not the name of a branch, tag or commit")
-    return _fetch(model, revision, is_offline() if offline is None else offline)
+    return _fetch(model, revision, is_offline() if offline is None else offline, what)
 
 
 def is_offline() -> bool:
@@ -67,12 +72,12 @@ def is_offline() -> bool:
     return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in names)
 
 
-def _fetch(model: str, revision: str | None, offline: bool) -> Path:
+def _fetch(model: str, revision: str | None, offline: bool, what: str) -> Path:
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError:
         raise ConfigError(
-            f"model = {show(model)}: there is no such folder, and huggingface_hub is not installed to look for it; "
+            f"{what} = {show(model)}: there is no such folder, and huggingface_hub is not installed to look for it; "
             "install it or give a folder"
         ) from None
     wanted = show(model) if revision is None else f"{show(model)} at revision {show(revision)}"
@@ -81,7 +86,7 @@ def _fetch(model: str, revision: str | None, offline: bool) -> Path:
             model,
             revision=revision,
             local_files_only=offline,
-            allow_patterns=HUB_FILES,
+            allow_patterns=HUB_FILES if what == "model" else TOKENIZER_FILES,
             ignore_patterns=HUB_IGNORED,
         )
     except errors.RevisionNotFoundError:
@@ -92,19 +97,19 @@ def _fetch(model: str, revision: str | None, offline: bool) -> Path:
         ) from None
     except errors.RepositoryNotFoundError:
         raise ConfigError(
-            f"model = {show(model)}: there is no such folder, and the hub has no such model (or it is private: log in "
+            f"{what} = {show(model)}: there is no such folder, and the hub has no such model (or it is private: log in "
             "with hf auth login); check the name"
         ) from None
     except errors.LocalEntryNotFoundError:
         why = "HF_HUB_OFFLINE forbids reaching the hub" if offline else "the hub cannot be reached"
         fix = "allow it" if offline else "check the network"
         raise ConfigError(
-            f"model = {wanted}: there is no such folder, the cache lacks it or part of it, and {why}; "
+            f"{what} = {wanted}: there is no such folder, the cache lacks it or part of it, and {why}; "
             f"{fix} or give a folder"
         ) from None
     except Exception as error:  # whatever transport the hub's client uses, its user gets one line
         reason = show(f"{type(error).__name__}: {error}", 160)
         raise ConfigError(
-            f"model = {wanted}: fetching it from the hub failed ({reason}); try again or give a folder"
+            f"{what} = {wanted}: fetching it from the hub failed ({reason}); try again or give a folder"
         ) from None
     return Path(path)

@@ -18,6 +18,7 @@ from ..models.families import load_config
 from ..models.footprint import model_footprint
 from ..models.loading import check_weights
 from ..quant import NumberFormat, parse_format
+from ..text import check_tokenizer_files
 from ..topologies import ByteBudget, ModelFootprint, Topology, byte_budget, check_fits, check_runnable, parse_topology
 from ..topologies.hardware import available_memory_bytes, host_cores, host_memory_bytes, numa_nodes
 from .config import CacheOptions, EngineConfig
@@ -61,14 +62,17 @@ class Resolved:
 
 
 def check_checkpoint(resolved: Resolved) -> None:
-    """Refuse a checkpoint with missing, unknown or misshapen tensors before any process starts; reads only headers.
+    """Refuse a checkpoint with wrong tensors or without a tokenizer before any process starts; reads only headers.
 
     Raises:
-        ConfigError: what loading would say, one line.
+        ValueError: what loading would say, one line.
     """
     model = resolved.config.model
     if model.load_format != "dummy":
         check_weights(Path(model.path), resolved.model)
+    if not model.skip_tokenizer_init:
+        other = model.tokenizer if model.tokenizer != model.model else None
+        check_tokenizer_files(Path(other or model.path).expanduser())
 
 
 def resolve(config: EngineConfig) -> Resolved:

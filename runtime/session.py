@@ -48,9 +48,16 @@ class EngineLostError(RuntimeError):
 
 
 def locate(config: EngineConfig, *, on_progress: Callable[[str, int, int], None] | None = None) -> EngineConfig:
-    """Return `config` with the folder that its model resolved to, downloading it if need be."""
-    path = resolve_model(config.model.model, revision=config.model.revision, on_progress=on_progress)
-    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(path)))
+    """Return `config` with the folders that its model and tokenizer resolved to, downloading them if need be.
+
+    Raises:
+        ValueError: there is no such model or tokenizer.
+    """
+    model, tokenizer = config.model, config.model.tokenizer
+    if tokenizer is not None and tokenizer != model.model:
+        tokenizer = str(resolve_model(tokenizer, what="tokenizer", on_progress=on_progress))
+    path = resolve_model(model.model, revision=model.revision, on_progress=on_progress)
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(model, path=str(path), tokenizer=tokenizer))
 
 
 class Session:

@@ -6,6 +6,7 @@ Units: tokens.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,19 @@ from typing import TYPE_CHECKING, Any
 from ..runtime.params import SamplingParams
 from .cli_serve import config_of
 from .cli_values import Settings
+from .stdout import put
 from .terminal import LoadingBars, printable
 
 if TYPE_CHECKING:
     from ..runtime.session import Session
 
+NOT_UTF8 = "stdin is not UTF-8 text; convert it, for example with iconv"
 GENERATE_DEFAULTS: dict[str, Any] = {"max_tokens": 256, "temperature": 0.0}
-CHAT_HELP = "Type a message. /clear starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+CHAT_HELP = (
+    "Type a message. /clear starts over, /help shows this, /exit or Ctrl-D leaves; "
+    "Ctrl-C stops an answer or drops a line, and leaves when pressed twice."
+)
+_COMMAND = re.compile(r"/\w*")
 
 
 def generate(settings: Settings) -> int:
@@ -29,13 +36,13 @@ def generate(settings: Settings) -> int:
     if prompt is None or prompt == "-":
         if sys.stdin.isatty():
             raise ValueError('no PROMPT is given; write moewe generate MODEL "text", or pipe text in')
-        prompt = sys.stdin.read()
+        prompt = _read_stdin()
     with start(settings) as session:
         said = False
         for text in answer(session, session.encode(prompt), params):
             said = True
-            print(text, end="", flush=True)
-        print()
+            put(text)
+        put("\n")
     if not said:
         print("moewe: the model ended without text; for instruction models use `moewe chat`", file=sys.stderr)
     return 0
@@ -56,6 +63,9 @@ def chat(settings: Settings) -> int:
                 continue
             if line in ("/help", "/?"):
                 print(CHAT_HELP)
+                continue
+            if _COMMAND.fullmatch(line):
+                print(f"moewe: there is no {line}; commands are /clear, /help and /exit", file=sys.stderr)
                 continue
             messages.append({"role": "user", "content": line})
             said = _say(session, messages, params)
@@ -86,15 +96,35 @@ def answer(session: Session, prompt: list[int], params: SamplingParams) -> Itera
             yield printable(delta.text)
 
 
+def _read_stdin() -> str:
+    try:
+        text = sys.stdin.read()
+        text.encode()  # where the locale is not UTF-8, wrong bytes come as lone surrogates
+    except UnicodeError:
+        raise ValueError(NOT_UTF8) from None
+    return text
+
+
 def _lines(interactive: bool) -> Iterator[str]:
-    """Yield what the person types, until Ctrl-D, Ctrl-C at the prompt, or /exit."""
+    """Yield what the person types, until Ctrl-D, /exit, or a second Ctrl-C at the prompt (KeyboardInterrupt)."""
+    dropped = False
     while True:
         try:
             line = input("> " if interactive else "").strip()
-        except (EOFError, KeyboardInterrupt):
+            line.encode()
+        except EOFError:
             if interactive:
                 print()
             return
+        except UnicodeError:
+            raise ValueError(NOT_UTF8) from None
+        except KeyboardInterrupt:
+            if dropped or not interactive:
+                raise
+            dropped = True
+            print("\n(Ctrl-D leaves; so does another Ctrl-C)")
+            continue
+        dropped = False
         if line in ("/exit", "/quit"):
             return
         if line:
@@ -110,12 +140,12 @@ def _say(session: Session, messages: list[dict[str, str]], params: SamplingParam
         try:
             for text in stream:
                 parts.append(text)
-                print(text, end="", flush=True)
+                put(text)
         except KeyboardInterrupt:
             stream.close()  # type: ignore[attr-defined]
             print(" [stopped]", end="")
     except ValueError as error:
         print(f"moewe: {error}", file=sys.stderr)
         return None
-    print(flush=True)
+    put("\n")
     return "".join(parts)

@@ -16,6 +16,7 @@ from ..runtime.options import layout_config
 from ..topologies import expansion
 from .cli_values import Settings
 from .options import ServerOptions
+from .stdout import put
 
 if TYPE_CHECKING:
     from ..runtime.resolve import Resolved
@@ -37,7 +38,7 @@ def serve(settings: Settings) -> int:
         config = locate(config)
         resolved = resolve(config)
         check_checkpoint(resolved)
-        print(announcement(resolved), flush=True)
+        put(announcement(resolved) + "\n")
         from .serve import run_server
 
         return run_server(resolved, options, listener)

@@ -3,6 +3,14 @@
 from .chat_template import ChatTemplate, TemplateError
 from .detokenizer import Detokenizer
 from .stop import StopMatcher
-from .tokenizer import Tokenizer, load_tokenizer
+from .tokenizer import Tokenizer, check_tokenizer_files, load_tokenizer
 
-__all__ = ["ChatTemplate", "Detokenizer", "StopMatcher", "TemplateError", "Tokenizer", "load_tokenizer"]
+__all__ = [
+    "ChatTemplate",
+    "Detokenizer",
+    "StopMatcher",
+    "TemplateError",
+    "Tokenizer",
+    "check_tokenizer_files",
+    "load_tokenizer",
+]

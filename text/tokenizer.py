@@ -18,6 +18,7 @@ from .detokenizer import Detokenizer
 from .pieces import PieceRule, piece_rule
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_VOCABULARIES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")
 
 
 class Tokenizer:
@@ -148,6 +149,19 @@ class Tokenizer:
         self._backend.add_tokens(missing)
 
 
+def check_tokenizer_files(path: Path) -> None:
+    """Refuse a model folder without any file that could hold a tokenizer; reads only names.
+
+    Raises:
+        ValueError: one line that names the folder and the fix.
+    """
+    if path.is_dir() and not any(next(path.glob(pattern), None) for pattern in _VOCABULARIES):
+        raise ValueError(
+            f"folder {str(path)!r} holds no tokenizer (neither tokenizer.json nor another vocabulary); add its files, "
+            "give another with --tokenizer, or use --skip-tokenizer-init to work with token ids"
+        )
+
+
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load the tokenizer of a model folder (or, through transformers, of a hub id given as a path).
 
@@ -157,6 +171,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     path = Path(path)
     file = path / "tokenizer.json"
     if not file.is_file():
+        check_tokenizer_files(path)
         return _load_through_transformers(path)
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
@@ -174,7 +189,7 @@ def _load_through_transformers(path: Path) -> Tokenizer:
 
         loaded = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = " ".join(str(error).split())[:400] or type(error).__name__
         raise ValueError(
             f"tokenizer={str(path)!r} has no tokenizer.json and transformers cannot load it ({reason}); "
             "give another with --tokenizer, or --skip-tokenizer-init to work with token ids"

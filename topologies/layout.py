@@ -16,6 +16,8 @@ from .spec import Topology, TopologyError, parse_topology
 from .yaml_file import parse_yaml_mapping, read_yaml_mapping
 
 SINGLE_POOL = "serve"
+_EXAMPLE = f"{SINGLE_POOL}: EP2DP1"
+_A_POOL = "a pool is a named set of ranks with one topology"
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _RESERVED = ("about", "classes")
 _CLASS_KEYS = ("pools", "max_prompt_tokens", "priority")
@@ -105,7 +107,7 @@ def load_layout(text: str, *, dialect: str | None = None) -> Layout:
         data = parse_yaml_mapping(preset.read_text(encoding="utf-8"), where=f"preset {text}")
         return _from_mapping(data, where=f"preset {text}", dialect=None)
     if text.lower().endswith((".yaml", ".yml")):
-        return _from_mapping(read_yaml_mapping(Path(text)), where=f"file {text!r}", dialect=dialect)
+        return _from_mapping(read_yaml_mapping(Path(text), example=_EXAMPLE), where=f"file {text!r}", dialect=dialect)
     if ":" in text:
         return _from_line(text, dialect)
     try:
@@ -136,15 +138,20 @@ def _from_mapping(data: dict[str, Any], *, where: str, dialect: str | None) -> L
         if name in _RESERVED:
             continue
         if not _NAME.fullmatch(name):
-            raise TopologyError(f"{where}: pool name {name!r} is not allowed; use lower-case letters, digits, - and _")
+            raise TopologyError(
+                f"{where}: pool name {name!r} is not allowed ({_A_POOL}); use lower-case letters, digits, - and _"
+            )
         if not isinstance(value, str):
-            raise TopologyError(f"{where}: pool {name} is {value!r}; write a topology like `{name}: EP2DP1`")
+            raise TopologyError(
+                f"{where}: pool {name} is {value!r} ({_A_POOL}); write for example `{_EXAMPLE}`, and put flags into "
+                "a file for --config"
+            )
         try:
             pools[name] = parse_topology(value, dialect=dialect)
         except TopologyError as error:
             raise TopologyError(f"{where}: pool {name}: {error}") from error
     if not pools:
-        raise TopologyError(f"{where} names no pool; write for example `{SINGLE_POOL}: EP2DP1`")
+        raise TopologyError(f"{where} names no pool ({_A_POOL}); write for example `{_EXAMPLE}`")
     classes = data.get("classes") or {}
     if not isinstance(classes, dict):
         raise TopologyError(f"{where}: classes must be a mapping of class names to their settings")

@@ -29,11 +29,12 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def parse_yaml_mapping(text: str, *, where: str) -> dict[str, Any]:
+def parse_yaml_mapping(text: str, *, where: str, example: str = "topology: EP2DP1") -> dict[str, Any]:
     """Return the mapping that `text` holds.
 
     Raises:
-        TopologyError: not YAML, not a mapping, or a key that is not text; the message begins with `where`.
+        TopologyError: not YAML, not a mapping, or a key that is not text; the message begins with `where` and
+            ends with `example`, a line that such a file may hold.
     """
     try:
         data = yaml.load(text, Loader=_StrictLoader)  # a SafeLoader: builds plain types only
@@ -42,11 +43,11 @@ def parse_yaml_mapping(text: str, *, where: str) -> dict[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise TopologyError(f"{where} must be a mapping of names to values, like `topology: EP2DP1`")
+        raise TopologyError(f"{where} must be a mapping of names to values, like `{example}`")
     return data
 
 
-def read_yaml_mapping(path: Path) -> dict[str, Any]:
+def read_yaml_mapping(path: Path, *, example: str = "topology: EP2DP1") -> dict[str, Any]:
     """Return the mapping in the file `path`; errors name the file."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -55,7 +56,7 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise TopologyError(f"file {str(path)!r} cannot be read: {reason}") from error
-    return parse_yaml_mapping(text, where=f"file {str(path)!r}")
+    return parse_yaml_mapping(text, where=f"file {str(path)!r}", example=example)
 
 
 def _one_line(error: Exception) -> str:

@@ -39,6 +39,12 @@ def refusal(model, **options):
     return message
 
 
+def test_a_tokenizer_is_fetched_without_weights(hub, tmp_path):
+    assert resolve_model("owner/name", what="tokenizer") == tmp_path
+    assert "*.safetensors" not in hub.calls[0][1]["allow_patterns"]
+    assert refusal("a/b/c", what="tokenizer").startswith("tokenizer = ")
+
+
 def test_a_folder_is_taken_as_it_is(hub, tmp_path, monkeypatch):
     assert resolve_model(str(tmp_path)) == tmp_path
     (tmp_path / "owner" / "name").mkdir(parents=True)

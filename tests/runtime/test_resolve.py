@@ -6,11 +6,13 @@ import msgspec
 import pytest
 import torch
 
+from moewe.quant import parse_format
 from moewe.runtime import resolve as resolve_module
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
 from moewe.runtime.messages import KVAllocated, Loaded
 from moewe.runtime.processes.launch import EngineStart
 from moewe.runtime.prompts import model_tokenizer
+from moewe.runtime.ranges import DTYPES
 from moewe.runtime.resolve import check_checkpoint, kv_blocks, rank_cpus, resolve
 from moewe.runtime.start_up import check_blocks, stall_limits
 from tests.support.chain import FIRST_ID, chain
@@ -195,6 +197,20 @@ def test_patience_grows_with_the_time_of_a_layer():
     assert stall_limits(engine_start(), [rank(1000), rank(10**9)]).stall_s == 4 * 0.1 * 128
 
 
+def test_what_reads_like_a_slip_is_said_only_when_it_runs(host, caplog):
+    resolve(config("EP2DP2"))
+    assert sum("did you mean EP2DP1" in line for line in caplog.messages) == 1
+    caplog.clear()
+    with pytest.raises(ValueError, match="block_size"):
+        resolve(config("EP2DP2", cache={"block_size": 0}))
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_spelling_of_a_dtype_is_a_format(name):
+    assert parse_format(name).name in ("bfloat16", "float16", "float32")
+
+
 @pytest.mark.parametrize("asked", ["auto", "float32", "fp32"])
 def test_kv_may_be_named_in_the_format_of_the_model(host, asked):
     assert resolve(config(cache={"kv_cache_dtype": asked})).config.cache.kv_cache_dtype == asked
@@ -212,11 +228,14 @@ def test_a_tokenizer_that_would_not_be_loaded_is_refused(host):
 
 
 def test_damaged_checkpoints_are_known_from_headers_alone(host):
-    check_checkpoint(resolve(config()))
+    no_text = {"skip_tokenizer_init": True}
+    check_checkpoint(resolve(config(model=no_text)))
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        check_checkpoint(resolve(config()))
     folder = drop_tensors(copy_checkpoint(checkpoint("T-QW3")), "lm_head.weight")
     with pytest.raises(ValueError, match=r"lm_head\.weight"):
         check_checkpoint(resolve(config(model={"path": str(folder)})))
-    check_checkpoint(resolve(config(model={"path": str(folder), "load_format": "dummy"})))
+    check_checkpoint(resolve(config(model=no_text | {"path": str(folder), "load_format": "dummy"})))
 
 
 def test_tokenizers_come_from_one_place(host):

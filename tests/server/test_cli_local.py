@@ -113,6 +113,41 @@ def test_chat_on_a_terminal_shows_help_and_ends_at_eof(say: Any, capsys: pytest.
     assert out.count("/clear starts over") == 2 and "hi\n" in out
 
 
+def test_ctrl_c_at_the_prompt_drops_the_line_and_twice_leaves(
+    say: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed: Iterator[Any] = iter([KeyboardInterrupt, "a", KeyboardInterrupt, KeyboardInterrupt, "never"])
+
+    def read(prompt: str) -> str:
+        if (line := next(typed)) is KeyboardInterrupt:
+            raise line
+        return str(line)
+
+    fake = say(["hi"], interactive=True)
+    monkeypatch.setattr("builtins.input", read)
+    with pytest.raises(KeyboardInterrupt):
+        cli_local.chat(settings())
+    assert fake.prompts == ["u:a"] and list(typed) == ["never"]
+    assert capsys.readouterr().out.count("(Ctrl-D leaves; so does another Ctrl-C)") == 2
+
+
+def test_an_unknown_command_is_not_sent(say: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    fake = say(["hi"], typed="/foo\n/usr/bin is what?\n")
+    cli_local.chat(settings())
+    assert "there is no /foo; commands are /clear, /help and /exit" in capsys.readouterr().err
+    assert fake.prompts == ["u:/usr/bin is what?"]
+
+
+@pytest.mark.parametrize("command", [cli_local.generate, cli_local.chat])
+def test_stdin_that_is_no_text_is_named(say: Any, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
+    say()
+    for errors in ("strict", "surrogateescape"):
+        wrong = io.TextIOWrapper(io.BytesIO(b"ab\xff\n"), encoding="utf-8", errors=errors)
+        monkeypatch.setattr("sys.stdin", wrong)
+        with pytest.raises(ValueError, match="stdin is not UTF-8"):
+            command(settings())
+
+
 def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(say: Any, capsys: pytest.CaptureFixture[str]) -> None:
     fake = say(["some", KeyboardInterrupt()], ["more"], typed="a\nb\n")
     cli_local.chat(settings())
