@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import time
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,7 +19,9 @@ from .state import ServerState
 # Probes of an orchestrator cannot always carry a key, and these two tell nothing but up or down.
 OPEN_PATHS = frozenset({"/health", "/ready"})
 GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
-BODY_TIMEOUT_S = 60.0
+BODY_PAUSE_S = 30.0
+# Beyond the first pause allowed, a body must come at least this fast: a byte now and then is no progress.
+BODY_BYTES_PER_S = 16 * 1024
 
 
 class Guard:
@@ -77,21 +80,27 @@ class Guard:
 
 
 class _Body:
-    """`receive` of one request, with a limit on the size of its body and on the time that it may take to arrive."""
+    """`receive` of one request, with a limit on the size of its body and on the time that it may take to arrive.
+
+    A pause longer than BODY_PAUSE_S ends it, and so does a whole that comes slower than BODY_BYTES_PER_S.
+    """
 
     def __init__(self, receive: Receive, most: int) -> None:
         self._receive = receive
         self._most = most
         self._size = 0
         self._complete = False
+        self._began = time.monotonic()
 
     async def __call__(self) -> Message:
         if self._complete:
             return await self._receive()
         try:
-            message = await asyncio.wait_for(self._receive(), BODY_TIMEOUT_S)
+            left = self._began + BODY_PAUSE_S + self._size / BODY_BYTES_PER_S - time.monotonic()
+            message = await asyncio.wait_for(self._receive(), max(0.0, min(BODY_PAUSE_S, left)))
         except TimeoutError:
-            raise ApiError(408, f"the request body paused for {BODY_TIMEOUT_S:g} s", headers=_CLOSE) from None
+            text = f"the request body came too slowly: {self._size} bytes in {time.monotonic() - self._began:.1f} s"
+            raise ApiError(408, f"{text}; send it without pauses", code="body_timeout", headers=_CLOSE) from None
         if message["type"] == "http.request":
             self._size += len(message.get("body", b""))
             self._complete = not message.get("more_body", False)

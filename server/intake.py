@@ -108,7 +108,8 @@ def _intake(state: ServerState, request: GenerationRequest, prompts: list[list[i
     if asked is not None and asked < 1:
         raise invalid(f"{field}={asked} is not allowed; use an integer of at least 1", field)
     if longest >= limit or (asked is not None and longest + asked > limit):
-        raise _too_long(state, longest, field, asked)
+        source = "messages" if default is None else "prompt"
+        raise _too_long(state, longest, (source, field), asked)
     max_tokens = asked
     if asked is None and default is not None:
         max_tokens = min(default, limit - longest)
@@ -123,17 +124,20 @@ def _intake(state: ServerState, request: GenerationRequest, prompts: list[list[i
     return Intake(prompts=prompts, params=request.sampling(max_tokens), priority=request.priority or 0)
 
 
-def _too_long(state: ServerState, prompt: int, field: str, asked: int | None) -> ApiError:
-    limit = state.max_model_len
+def _too_long(state: ServerState, prompt: int, fields: tuple[str, str], asked: int | None) -> ApiError:
+    """Name what to change: the output where lowering it helps, else the prompt and how long it may be."""
+    (source, field), limit = fields, state.max_model_len
     total = (
         f"{prompt} tokens" if asked is None else f"{prompt + asked} tokens ({prompt} in the prompt, {field}={asked})"
     )
     fix = (
-        f"lower {field} to at most {limit - prompt}" if prompt < limit else f"shorten it to at most {limit - 1} tokens"
+        f"lower {field} to at most {limit - prompt}"
+        if prompt < limit
+        else f"shorten {source} to at most {limit - min(asked or 1, limit - 1)} tokens"
     )
     return invalid(
         f"{_context(state)}; this request has {total}; {fix}",
-        field if prompt < limit else "prompt", "context_length_exceeded",
+        field if prompt < limit else source, "context_length_exceeded",
     )  # fmt: skip
 
 

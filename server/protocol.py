@@ -8,6 +8,7 @@ Units: tokens, probabilities; JSON bytes in.
 from __future__ import annotations
 
 import difflib
+import json
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -50,6 +51,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": (None,),
     "web_search_options": (None,),
 }
+
+# Fields of chats: on the other route they are as unknown as any.
+CHAT_ONLY = frozenset({"function_call", "functions", "tool_choice", "tools"})
 
 
 class _Strict(BaseModel):
@@ -108,7 +112,7 @@ class GenerationRequest(_Strict):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
-            "seed": self.seed,
+            "seed": _signed(self.seed),
             "ignore_eos": self.ignore_eos,
             "logprobs": self.asked_logprobs(),
         }
@@ -118,7 +122,20 @@ class GenerationRequest(_Strict):
                 max_tokens=max_tokens, stop=stop, **{name: value for name, value in given.items() if value is not None}
             )
         except ValueError as error:
-            raise invalid(str(error), str(error).partition("=")[0]) from None
+            raise self._worded(error) from None
+
+    def _worded(self, error: ValueError) -> ApiError:
+        """Say what SamplingParams refuses with the name and the value that the client sent."""
+        name, _, rest = str(error).partition("=")
+        fix = rest.partition(" is not allowed; ")[2]
+        shown = name
+        if name == "logprobs" and "top_logprobs" in type(self).model_fields:
+            shown = "top_logprobs"
+        if name == "seed":
+            fix = "use an integer from -2^63 to 2^64-1"
+        if not fix or shown not in type(self).model_fields:
+            return invalid(str(error), shown)
+        return invalid(f"{shown}={as_json(getattr(self, shown))} is not allowed; {fix}", shown)
 
 
 class CompletionRequest(GenerationRequest):
@@ -145,6 +162,8 @@ class ChatMessage(_Strict):
         extra = {k: v for k, v in (self.model_extra or {}).items() if v not in (None, [])}
         _check_extra(type(self), extra, where)
         content = self.content
+        if content is None and self.role == "assistant":
+            content = ""  # so clients send back a turn that held no text
         if isinstance(content, list):
             content = [_text_part(part, f"{where}content.{i}") for i, part in enumerate(content)]
         elif not isinstance(content, str):
@@ -189,6 +208,21 @@ class ChatRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+def as_json(value: Any) -> str:
+    """Return `value` as the client spelled it, shortened."""
+    return shorten(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def shorten(text: str) -> str:
+    """Return at most 80 characters of `text`."""
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _signed(seed: int | None) -> int | None:
+    """A seed from 2^63 to 2^64-1 is the number of the same 64 bits below 0."""
+    return seed - 2**64 if seed is not None and 2**63 <= seed < 2**64 else seed
+
+
 Body = TypeVar("Body", bound=GenerationRequest)
 
 
@@ -204,7 +238,7 @@ def parse(body: type[Body], data: bytes) -> Body:
 
 def _readable(error: ValidationError) -> ApiError:
     """The first mistake in one line."""
-    first = error.errors(include_url=False, include_input=False)[0]
+    first = error.errors(include_url=False)[0]
     message = str(first["msg"])
     if first["type"] == "json_invalid":
         hint = "; it may hold a lone surrogate, which is no Unicode text" if "hex escape" in message else ""
@@ -212,21 +246,25 @@ def _readable(error: ValidationError) -> ApiError:
     if not first["loc"]:
         return invalid("request body must be a JSON object")
     path = ".".join(str(part) for part in first["loc"] if part not in ("str", "list[str]"))
-    return invalid(f"{path}: {message}", path)
+    got = "" if first["type"] == "missing" else f", got {as_json(first['input'])}"
+    return invalid(f"{path}: {message}{got}", path)
 
 
 def _check_extra(model: type[BaseModel], extra: dict[str, Any], where: str = "") -> None:
     for name, value in extra.items():
         if name in IGNORED:
             continue
-        if name not in UNSUPPORTED or where:
+        foreign = name in CHAT_ONLY and not issubclass(model, ChatRequest)
+        if name not in UNSUPPORTED or where or foreign:
+            if foreign and not where:
+                raise invalid(f"{name} is not a field of completions; leave it out or use /v1/chat/completions", name)
             close = difflib.get_close_matches(name, [*model.model_fields, *([] if where else UNSUPPORTED)], n=1)
             hint = f"did you mean {close[0]!r}?" if close else "leave it out"
             raise invalid(f"{where}{name} is not a field that this server knows; {hint}", f"{where}{name}"[:200])
         if not any(type(value) in (type(fine), float) and value == fine for fine in UNSUPPORTED[name]):
             fine = UNSUPPORTED[name][-1]
-            fix = f"leave it out or send {fine!r}" if fine else "leave it out"
-            raise invalid(f"{name}={repr(value)[:80]} is not supported in this version; {fix}", name)
+            fix = f"leave it out or send {as_json(fine)}" if fine else "leave it out"
+            raise invalid(f"{name}={as_json(value)} is not supported in this version; {fix}", name)
 
 
 def _text_part(part: Any, where: str) -> dict[str, str]:

@@ -193,3 +193,23 @@ def test_prompt_without_a_single_token_is_refused() -> None:
     for prompt in ("", [""], ["a", ""]):
         response = ask(state, "POST", "/v1/completions", json={"model": "gull", "prompt": prompt, "max_tokens": 1})
         assert response.status_code == 400 and "no token" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("drip", [False, True], ids=["a pause", "a byte now and then"])
+def test_body_that_never_comes_is_given_up(drip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moewe.server.guard.BODY_PAUSE_S", 0.3)
+    state = make_state(replicas())
+
+    async def run(client: httpx.AsyncClient) -> bytes:
+        reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{")
+        answer = asyncio.ensure_future(reader.read())
+        while drip and not answer.done():
+            writer.write(b" ")
+            await asyncio.sleep(0.1)
+        text = await asyncio.wait_for(answer, 5)
+        writer.close()
+        return text
+
+    answer = with_server(state, run)
+    assert answer.startswith(b"HTTP/1.1 408") and b"connection: close" in answer and b"too slowly" in answer

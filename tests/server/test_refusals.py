@@ -79,7 +79,7 @@ def test_pool_is_named_when_it_sets_the_limit() -> None:
         ({"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
         ({"prompt": "a", "n": 0}, "n=0"),
         ({"prompt": "a", "n": 2}, "n=2"),
-        ({"prompt": "a", "n": True}, "n=True"),
+        ({"prompt": "a", "n": True}, "n=true"),
         ({"prompt": "a", "echo": True}, "echo"),
         ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
         ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
@@ -198,3 +198,35 @@ def test_priority_is_refused_where_it_has_no_effect() -> None:
     state.config = EngineConfig(model=state.config.model, schedule=ScheduleOptions(policy="priority"))
     assert post(state, "/v1/completions", {"model": "gull", "prompt": "a", "priority": 3}).status_code == 200
     assert [priority for _, _, priority in replicas.submitted.values()] == [3]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "said"),
+    [
+        ("chat/completions", {"logprobs": True, "top_logprobs": 99}, "top_logprobs", "top_logprobs=99"),
+        ("completions", {"prompt": "a", "stop": ""}, "stop", 'stop=""'),
+        ("completions", {"prompt": "a", "echo": True}, "echo", "echo=true"),
+        ("completions", {"prompt": "a", "seed": 2**64}, "seed", "2^64-1"),
+        ("completions", {"prompt": "a", "temperature": "hot"}, "temperature", 'got "hot"'),
+        ("completions", {"prompt": "a" * 9000, "max_tokens": 4}, "prompt", "context"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a" * 9000}]}, "messages", "context"),
+        ("completions", {"prompt": [1] * 9000, "max_tokens": 4}, "prompt", "4092 tokens"),
+    ],
+)
+def test_refusals_speak_json_and_blame_the_field_that_was_sent(
+    path: str, body: dict[str, Any], param: str, said: str
+) -> None:
+    state = make_state(fake(), max_model_len=4096)
+    if "prompt" not in body:
+        body = {"messages": [{"role": "user", "content": "a"}], **body}
+    response = post(state, f"/v1/{path}", {"model": "gull", **body})
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["param"] == param and said in error["message"], error
+
+
+def test_what_clients_send_back_is_taken() -> None:
+    state = make_state(fake())
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}, {"role": "user", "content": "b"}]
+    body = {"model": "gull", "messages": turns, "max_tokens": 1, "seed": 2**64 - 1}
+    assert post(state, "/v1/chat/completions", body).status_code == 200
