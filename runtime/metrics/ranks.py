@@ -50,9 +50,13 @@ class ReplicaMetrics:
             self._baseline, self._mark, self._mark_time = self._mark, self.counters, now
 
     def ceiling(self, rank: int) -> float:
-        """Return the measured reading speed of a rank, bytes/s; 0 when unknown."""
+        """Return the reading speed of a rank, bytes/s; 0 when unknown.
+
+        All ranks read together when it was measured, so each has an equal share of what they reached: what one got
+        more than another is chance of a busy machine, and ranks could not be compared.
+        """
         bandwidth = self.ready.memory_bandwidth if self.ready else ()
-        return bandwidth[rank] if rank < len(bandwidth) else 0.0
+        return sum(bandwidth) / len(bandwidth) if rank < len(bandwidth) else 0.0
 
     def saturation(self, since: list[RankCounters] | None = None) -> np.ndarray:
         """Return memory saturation, [rank, phase], since earlier counters (the start of the window when None)."""

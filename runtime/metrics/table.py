@@ -105,7 +105,7 @@ METRICS: tuple[Metric, ...] = (
         "gauge",
         _RANK,
         "bytes/second",
-        "Reading speed of the rank's memory while all ranks of its replica read, measured at start.",
+        "Reading speed that all ranks of the replica reached together at start, over their number: the same for each.",
     ),
     Metric(
         "moewe_memory_saturation_ratio",

@@ -76,7 +76,9 @@ def test_ranks_are_exported_without_layers_or_experts() -> None:
     values = scrape(metrics)
     rank1 = (("rank", "1"), ("replica", "0"))
     decode = (("phase", "decode"), *rank1)
-    assert values["moewe_memory_saturation_ratio", decode] == pytest.approx(4 * 1_500 / (4 * 0.5 * 3_000))
+    assert values["moewe_memory_saturation_ratio", decode] == pytest.approx(4 * 1_500 / (4 * 0.5 * 4_500))
+    ceiling = "moewe_memory_bandwidth_ceiling_bytes_per_second"
+    assert values[ceiling, rank1] == values[ceiling, (("rank", "0"), ("replica", "0"))] == 4_500
     assert values["moewe_steps_total", decode] == 4
     assert values["moewe_batch_tokens_total", decode] == 12
     assert values["moewe_busy_seconds_total", decode] == 2.0
@@ -94,7 +96,7 @@ def test_ratios_forget_what_is_older_than_two_windows() -> None:
     replica = ReplicaMetrics(0)
     replica.ready = ready()
     replica.observe(stats(10), 1.0)
-    assert replica.saturation()[0, DECODE] == 0.5
+    assert replica.saturation()[0, DECODE] == pytest.approx(0.5 * 6_000 / 4_500)
     for window in range(1, 3):
         replica.observe(stats(10), 1.0 + window * (WINDOW_S + 1))
     assert replica.saturation()[0, DECODE] == 0.0
