@@ -20,10 +20,9 @@ from .weights import DenseFFN, LayerWeights
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dim; the mean in fp32 (Zhang and Sennrich, 2019).
 
-    `weight` is [width], or [heads, width] where every head has its own.
+    Rounded to the dtype of `x` before the weight is applied, as the models were trained: a fused product rounds once and
+    turns near-ties. `weight` is [width], or [heads, width] where every head has its own.
     """
-    if weight.dim() == 1:
-        return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x, weight.shape[-1:], None, eps).mul_(weight)
 
 
