@@ -83,6 +83,7 @@ class Engine:
         self.scheduler = scheduler
         self.workers = workers
         self.num_steps = 0
+        self.num_prompt_tokens = 0
         self._make_text = make_text
         self._token_text = token_text
         self._seeds = seeds
@@ -124,6 +125,7 @@ class Engine:
         """Put one more step in flight, or collect the oldest; empty when it did not end within `timeout` seconds."""
         if self.workers.in_flight < DEPTH and (plan := self.scheduler.schedule()) is not None:
             self.workers.submit(plan)
+            self.num_prompt_tokens += sum(chunk.num_tokens for rank in plan.ranks for chunk in rank.chunks)
             if self.workers.in_flight < DEPTH:
                 return []
         result = self.workers.collect(timeout) if self.workers.in_flight else None

@@ -145,13 +145,17 @@ class RankStats(CounterRecord, frozen=True, kw_only=True):
 
 
 class Stats(Message, frozen=True, kw_only=True):
-    """State of one engine; sent at most twice a second while busy, once when it falls idle, and each second."""
+    """State of one engine; sent at most twice a second while busy, once when it falls idle, and each second.
+
+    `num_prompt_tokens` counts chunks as they start, those that a preemption makes run again included.
+    """
 
     num_running: int
     num_waiting: int
     num_preemptions: int
     num_steps: int
     ranks: tuple[RankStats, ...] = ()
+    num_prompt_tokens: int = 0
     running_per_rank: tuple[int, ...] = ()
 
 

@@ -64,6 +64,7 @@ class StatsReporter:
             num_waiting=figures.num_waiting,
             num_preemptions=figures.num_preemptions,
             num_steps=engine.num_steps,
+            num_prompt_tokens=engine.num_prompt_tokens,
             ranks=tuple(
                 rank_stats(
                     rank,

@@ -71,7 +71,8 @@ class StatsLine:
         if self._interval <= 0 or elapsed < self._interval:
             return None
         totals = self._state.metrics.totals
-        tokens = (totals.prompt_tokens, totals.generation_tokens)
+        # The counter of prompt tokens moves when a prompt is done; the line shows them as they run.
+        tokens = (sum(stats.num_prompt_tokens for stats in self._state.stats), totals.generation_tokens)
         busy = tokens != self._tokens or self._state.hub.num_live > 0
         line = self._line(tokens, elapsed) if busy else None
         self._since, self._tokens = now, tokens

@@ -14,14 +14,16 @@ from moewe.telemetry import RankCounters
 from tests.support.fake_replicas import FakeReplicas, make_state, says, tokenizer
 
 
-def stats(steps: int) -> Stats:
+def stats(steps: int, prompt: int = 0) -> Stats:
     counters = RankCounters(1, 2)
     for _ in range(steps):
         counters.begin_step("decode", 1)
         counters.add_bytes("routed", 10**9)
         counters.end_step(2.0)
     rank = rank_stats(0, encode_counters(counters), used_blocks=2, total_blocks=8)
-    return Stats(num_running=3, num_waiting=1, num_preemptions=0, num_steps=steps, ranks=(rank,))
+    return Stats(
+        num_running=3, num_waiting=1, num_preemptions=0, num_steps=steps, ranks=(rank,), num_prompt_tokens=prompt
+    )
 
 
 def test_line_comes_when_due_and_only_while_busy() -> None:
@@ -30,9 +32,8 @@ def test_line_comes_when_due_and_only_while_busy() -> None:
     start = time.monotonic()
     assert line.tick(start + 5) is None
     assert line.tick(start + 11) is None  # nothing happened
-    state.metrics.totals.prompt_tokens = 100
     state.metrics.totals.generation_tokens = 50
-    state.latest_stats = lambda: [stats(4)]
+    state.latest_stats = lambda: [stats(4, prompt=100)]
     state.refresh()
     assert line.tick(start + 12) is None
     text = line.tick(start + 31)
