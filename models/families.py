@@ -99,7 +99,13 @@ def load_config(path: Path) -> ModelConfig:
     name = find_family(fields)
     fields = Fields(content=fields.content, where=fields.where, defaults=dict(FAMILIES[name].defaults))
     config = parse_config(fields, name, FAMILIES[name])
-    return with_end_tokens(config, path, fields)
+    config = with_end_tokens(config, path, fields)
+    if (beyond := max(config.eos_token_ids, default=0)) >= config.vocab_size:
+        raise ConfigError(
+            f"eos_token_id = {beyond} is not below vocab_size = {config.vocab_size}, so no text would end; "
+            "correct it in config.json or generation_config.json"
+        )
+    return config
 
 
 def find_family(fields: Fields) -> str:

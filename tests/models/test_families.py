@@ -138,6 +138,7 @@ REFUSED = {
     "head width": ("T-MIX", {"num_attention_heads": 3, "num_key_value_heads": 3}, "num_attention_heads"),
     "odd head": ("T-QW3", {"head_dim": 15}, "rotate"),
     "olmoe head": ("T-OLM", {"head_dim": 32}, "head_dim"),
+    "end token beyond the rows": ("T-MIX", {"eos_token_id": 1 << 20}, "eos_token_id"),
     "top-k above experts": ("T-MIX", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
     "no top-k": ("T-MIX", {"num_experts_per_tok": 0}, "num_experts_per_tok"),
     "eps": ("T-MIX", {"rms_norm_eps": 0}, "rms_norm_eps"),
