@@ -177,9 +177,10 @@ class Session:
         try:
             yield from self._run(prompts, params, pending)
         finally:
-            with self._turn:
-                for request_id in pending if not self._closed else ():
-                    self._replicas.abort(request_id)
+            if not self._closed:  # `close` ends them all, and is not waited for here
+                with self._turn:
+                    for request_id in pending:
+                        self._replicas.abort(request_id)
             self._lock.release()
 
     def _run(
@@ -188,6 +189,7 @@ class Session:
         waiting = iter(range(len(prompts)))
         most = self.resolved.topology.dp * self.resolved.most_requests  # replicas refuse more than that
         while True:
+            self._need_open()  # before the turn too, which `close` may hold for seconds
             with self._turn:
                 self._need_open()
                 for index in itertools.islice(waiting, most - len(pending)):
