@@ -1,6 +1,6 @@
 """How much of a decode step is Python, outside torch? 16 requests, 24 layers, 32 experts top-8, as bench-1b.
 
-Widths are tiny and the weights fp32, so that torch's share is small and the difference of two small numbers is meant seriously:
+Widths are tiny and the weights fp32, so that torch's share is small and the difference of two numbers means something:
 outside torch = wall time of a step (nothing attached) - time inside torch's top-level operations (torch.profiler, which
 counts an operation from its first line of C++ to its last). What the binding does before that line counts as Python.
 

@@ -20,8 +20,8 @@ from .weights import DenseFFN, LayerWeights
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dim; the mean in fp32 (Zhang and Sennrich, 2019).
 
-    Rounded to the dtype of `x` before the weight is applied, as the models were trained: a fused product rounds once and
-    turns near-ties. `weight` is [width], or [heads, width] where every head has its own.
+    Rounded to the dtype of `x` before the weight is applied, as the models were trained: a fused product rounds
+    once and turns near-ties. `weight` is [width], or [heads, width] where every head has its own.
     """
     return F.rms_norm(x, weight.shape[-1:], None, eps).mul_(weight)
 
