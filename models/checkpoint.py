@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .config import ConfigError
-from .json_fields import read_object, show
+from .json_fields import read_object, show, show_path
 from .safetensors_file import SafetensorsFile, StoredTensor
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -60,7 +60,7 @@ def find_shards(folder: Path) -> Shards:
     try:
         present = sorted(entry.name for entry in folder.iterdir())
     except OSError as error:
-        raise ConfigError(f"cannot list {show(str(folder))}: {error.strerror}; give a model folder") from None
+        raise ConfigError(f"cannot list {show_path(folder)}: {error.strerror}; give a model folder") from None
     weights = [name for name in present if name.endswith(_WEIGHT_SUFFIXES)]
     if INDEX_FILE in present:
         weight_map = _read_index(folder)
@@ -132,7 +132,7 @@ def is_plain_name(name: object) -> bool:
 
 
 def _nothing_to_open(folder: Path, weights: list[str]) -> ConfigError:
-    where = show(str(folder))
+    where = show_path(folder)
     if any(name.endswith(".safetensors") for name in weights):
         return ConfigError(
             f"{where} holds {_some(weights)} but neither {SINGLE_FILE} nor {INDEX_FILE}; "

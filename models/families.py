@@ -11,7 +11,7 @@ from pathlib import Path
 from .config import ConfigError, ModelConfig
 from .config_json import MAX_CONFIG_BYTES, parse_config, with_end_tokens
 from .family import MAX_WIDTH, Family, MoEFamily, TensorNames, after_first_dense, sparse_step
-from .json_fields import Fields, read_object, show
+from .json_fields import Fields, read_object, show, show_path
 
 FAMILIES: dict[str, Family] = {
     "mixtral": Family(
@@ -94,7 +94,7 @@ def load_config(path: Path) -> ModelConfig:
             version does not run; one line with field, value and fix.
     """
     if not (path / "config.json").exists():
-        raise ConfigError(f"{show(str(path))} holds no config.json; give a model folder as transformers saves it")
+        raise ConfigError(f"{show_path(path)} holds no config.json; give a model folder as transformers saves it")
     fields = Fields(content=read_object(path / "config.json", MAX_CONFIG_BYTES), where="config.json", defaults={})
     name = find_family(fields)
     fields = Fields(content=fields.content, where=fields.where, defaults=dict(FAMILIES[name].defaults))

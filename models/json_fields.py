@@ -25,6 +25,11 @@ def show(value: object, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def show_path(path: Path) -> str:
+    """Return `path` as it may stand in a one-line message: escaped, and long enough that its end is still there."""
+    return show(str(path), limit=4096)
+
+
 def parse_object(data: bytes, what: str) -> dict[str, Any]:
     """Return the JSON object in `data`; `what` names it in a refusal."""
     try:
@@ -44,12 +49,12 @@ def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{show(str(path))} is not a regular file; give a model folder as transformers saves it")
+            raise ConfigError(f"{show_path(path)} is not a regular file; give a model folder as transformers saves it")
         if status.st_size > max_bytes:
-            raise ConfigError(f"{show(str(path))} has {status.st_size} bytes, more than the {max_bytes} allowed")
+            raise ConfigError(f"{show_path(path)} has {status.st_size} bytes, more than the {max_bytes} allowed")
         data = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot read {show(str(path))}: {error.strerror}; check the path and its rights") from None
+        raise ConfigError(f"cannot read {show_path(path)}: {error.strerror}; check the path and its rights") from None
     return parse_object(data, path.name)
 
 
