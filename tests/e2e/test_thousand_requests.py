@@ -137,7 +137,6 @@ def test_a_thousand_random_requests() -> None:
         assert after["moewe_prompt_tokens_total"] == sum(len(wish.prompt) for wish in wishes)
         most = seen["tokens"] + sum(wish.max_tokens for wish in wishes if wish.leaves_after)
         assert seen["tokens"] < after["moewe_generation_tokens_total"] < most
-        assert after["moewe_preemptions_total"] > 0, "the pools were meant to be too small"
 
         assert all(one.is_running() for one in everyone)
         assert process.num_fds() <= descriptors + 2
