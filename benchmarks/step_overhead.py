@@ -1,8 +1,9 @@
 """How much of a decode step is Python, outside torch? 16 requests, 24 layers, 32 experts top-8, as bench-1b.
 
 Widths are tiny and the weights fp32, so that torch's share is small and the difference of two numbers means something:
-outside torch = wall time of a step (nothing attached) - time inside torch's top-level operations (torch.profiler, which
-counts an operation from its first line of C++ to its last). What the binding does before that line counts as Python.
+outside torch = wall time of a step (nothing attached) - time of the same calls of torch replayed with nothing in between;
+the median over many such pairs, as the machine drifts. torch.profiler will not do: it also slows what an operation calls
+inside, so its sum can exceed the wall time.
 
     python benchmarks/step_overhead.py
 """
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import records
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.overrides import TorchFunctionMode
 
 from moewe.models.families import load_config
 from moewe.moe.wide_ep.exchange_local import LocalExchange
@@ -66,12 +67,26 @@ def make_worker(folder: Path) -> Worker:
     return worker
 
 
-def top_level_ms(worker: Worker, plan: StepPlan) -> tuple[float, StepResult]:
-    """Run one step under the profiler; return the time inside top-level torch operations."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        result = worker.run(plan.header, plan.ranks[0])
-    outermost = [event for event in profiled.events() if event.cpu_parent is None and event.name.startswith("aten::")]
-    return sum(event.cpu_time_total for event in outermost) / 1e3, StepResult(step=plan.header.step, ranks=(result,))
+class CallRecorder(TorchFunctionMode):
+    """Keeps every call of torch that Python makes, with its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one call."""
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **kwargs or {})
+
+
+@torch.inference_mode()
+def replay_ms(calls: list[tuple[Any, Any, Any]]) -> float:
+    """Return the milliseconds that the calls take one after the other, with nothing in between."""
+    start = time.perf_counter()
+    for func, args, kwargs in calls:
+        func(*args, **kwargs)
+    return (time.perf_counter() - start) * 1e3
 
 
 def main() -> None:
@@ -92,6 +107,7 @@ def main() -> None:
     wall: list[float] = []
     inside: list[float] = []
     planning: list[float] = []
+    recorder = CallRecorder()
     with tempfile.TemporaryDirectory() as folder:
         worker = make_worker(Path(folder))
         for step in range(args.steps + 20):
@@ -100,28 +116,31 @@ def main() -> None:
             assert plan is not None
             planned = time.perf_counter()
             steady = plan.header.kind == "decode" and plan.ranks[0].num_decodes == REQUESTS
-            if steady and step % 10 == 0:
-                spent, result = top_level_ms(worker, plan)
-                inside.append(spent)
-                scheduler.apply(result)
+            if steady and step % 20 == 0:  # calls carry this step's tensors: record anew now and then
+                with CallRecorder() as recorder:
+                    recorded = worker.run(plan.header, plan.ranks[0])
+                scheduler.apply(StepResult(step=plan.header.step, ranks=(recorded,)))
                 continue
             rank_result = worker.run(plan.header, plan.ranks[0])
             ran = time.perf_counter()
             assert len(rank_result.tokens) == 4 * REQUESTS or not steady
             scheduler.apply(StepResult(step=plan.header.step, ranks=(rank_result,)))
-            if steady:
+            booked = time.perf_counter()
+            if steady and recorder.calls:
                 wall.append((ran - planned) * 1e3)
-                planning.append((planned - start + time.perf_counter() - ran) * 1e3)
+                inside.append(replay_ms(recorder.calls))
+                planning.append((planned - start + booked - ran) * 1e3)
     results: dict[str, Any] = {
         "step_ms": records.summary(wall),
         "inside_torch_ms": records.summary(inside),
         "planning_ms": records.summary(planning),
+        "torch_calls": len(recorder.calls),
     }
-    outside = results["step_ms"]["median"] - results["inside_torch_ms"]["median"]
-    results["outside_torch_ms"] = outside
+    results["outside_torch_ms"] = records.summary([step - replay for step, replay in zip(wall, inside, strict=True)])
+    outside = results["outside_torch_ms"]["median"]
     print(
-        f"a step of {REQUESTS} requests: {results['step_ms']['median']:.2f} ms, of it inside torch operations "
-        f"{results['inside_torch_ms']['median']:.2f} ms, outside {outside:.2f} ms; planning and booking beside it "
+        f"a step of {REQUESTS} requests: {results['step_ms']['median']:.2f} ms, of it inside {len(recorder.calls)} calls of "
+        f"torch {results['inside_torch_ms']['median']:.2f} ms, outside {outside:.2f} ms; planning and booking beside it "
         f"{results['planning_ms']['median']:.2f} ms (1 thread)"
     )
     records.write("step_overhead", results, args.out)

@@ -56,10 +56,10 @@ class Rotary:
     def rotate(self, heads: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Rotate [T, heads, Dh] in fp32, rounded once; elements past `rotary_dim` pass through."""
         cos, sin = angles
-        turning, still = heads[..., : self._rotary_dim], heads[..., self._rotary_dim :]
-        wide = turning.float()
+        partial = heads.shape[-1] > self._rotary_dim
+        wide = (heads[..., : self._rotary_dim] if partial else heads).float()
         turned = (wide * cos).addcmul_(wide.roll(self._rotary_dim // 2, -1), sin).to(heads.dtype)
-        return turned if not still.shape[-1] else torch.cat([turned, still], dim=-1)
+        return torch.cat([turned, heads[..., self._rotary_dim :]], dim=-1) if partial else turned
 
 
 class AttentionBlock:

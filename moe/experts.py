@@ -31,9 +31,10 @@ class ExpertWeights:
         return sum(t.shape[1] * t.shape[2] * t.element_size() for t in (self.w13, self.w2))
 
     @cached_property
-    def transposed_slots(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Views ([D, 2F], [F, D]) of each slot, made once; they follow changes of the tensors in place."""
-        return list(zip(self.w13.transpose(1, 2).unbind(0), self.w2.transpose(1, 2).unbind(0)))
+    def has_grouped_product(self) -> bool:
+        """True where torch multiplies all slots in one call: on a CPU, from 2.10 on, with rows of whole 16 bytes."""
+        aligned = all(t.shape[2] * t.element_size() % 16 == 0 for t in (self.w13, self.w2))
+        return hasattr(F, "grouped_mm") and self.w13.device.type == "cpu" and aligned
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -45,8 +46,8 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 def grouped_ffn(rows: torch.Tensor, tokens_per_slot: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
     """Run each row through the expert of its slot.
 
-    One matrix product a slot that has rows; a slot without rows costs nothing and its weights are not read. Every
-    output row is written by exactly one product, so nothing uninitialised can come out.
+    One matrix product a slot that has rows; the weights of a slot without rows are not read. Every output row is
+    written by exactly one product, so nothing uninitialised can come out.
 
     Args:
         rows: [M, D] sorted by slot.
@@ -59,18 +60,30 @@ def grouped_ffn(rows: torch.Tensor, tokens_per_slot: torch.Tensor, weights: Expe
     Example:
         tokens_per_slot [2, 0, 1]: rows 0 and 1 go through expert 0, row 2 through expert 2.
     """
-    slots = weights.transposed_slots
-    counts = tokens_per_slot.tolist()
-    assert len(counts) == len(slots) and sum(counts) == rows.shape[0], (len(slots), counts, tuple(rows.shape))
-    used = [slots[s] for s, count in enumerate(counts) if count]
-    if not used:
+    assert len(tokens_per_slot) == weights.w13.shape[0], (tokens_per_slot.shape, weights.w13.shape)
+    ends = tokens_per_slot.cumsum(0)
+    assert int(ends[-1]) == rows.shape[0], (tokens_per_slot.tolist(), rows.shape)
+    if not rows.shape[0]:
         return rows.new_empty(rows.shape)
-    sizes = [count for count in counts if count]
-    gate_up = rows.new_empty(rows.shape[0], weights.w13.shape[1])  # [M, 2F]
-    for (w13, _), piece, out in zip(used, rows.split_with_sizes(sizes), gate_up.split_with_sizes(sizes)):
-        torch.mm(piece, w13, out=out)
-    hidden = swiglu(gate_up)  # [M, F]
-    output = torch.empty_like(rows)
-    for (_, w2), piece, out in zip(used, hidden.split_with_sizes(sizes), output.split_with_sizes(sizes)):
-        torch.mm(piece, w2, out=out)
+    product = grouped_product if weights.has_grouped_product else product_per_slot
+    hidden = swiglu(product(rows, ends, weights.w13))  # [M, F]
+    return product(hidden, ends, weights.w2)
+
+
+def grouped_product(rows: torch.Tensor, ends: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """Return rows [M, in] times the transposed matrix of their slot [S, out, in], in one call: [M, out].
+
+    `ends` [S] i64: slot s has the rows from ends[s - 1] (0 for the first) up to ends[s].
+    """
+    return F.grouped_mm(rows, matrices.transpose(1, 2), offs=ends.to(torch.int32))
+
+
+def product_per_slot(rows: torch.Tensor, ends: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """Return what `grouped_product` returns, with one call a slot that has rows; takes any width and any device."""
+    output = rows.new_empty(rows.shape[0], matrices.shape[1])
+    start = 0
+    for slot, end in enumerate(ends.tolist()):
+        if end > start:
+            torch.mm(rows[start:end], matrices[slot].T, out=output[start:end])
+        start = end
     return output

@@ -19,21 +19,21 @@ class RankProgress:
     """The row of one rank: the rank ticks it, the supervisor reads it."""
 
     def __init__(self, row: np.ndarray) -> None:
-        self._row = row
+        self._cells = memoryview(row)  # faster than numpy for single numbers, and this is called often
 
     def tick(self) -> None:
         """Say that this rank got one operation further (a layer, one side of a collective, a loaded tensor)."""
-        self._row[TICK] += 1
+        self._cells[TICK] += 1
 
     def heartbeat(self) -> None:
         """Say that this rank is alive while it waits for a plan."""
-        self._row[HEARTBEAT] += 1
+        self._cells[HEARTBEAT] += 1
 
     def enter(self, state: int, step: int) -> None:
         """Say what this rank does now (`STATE_*`) and in which step; ticks count from 0 again, so ranks compare."""
-        self._row[TICK] = 0
-        self._row[STATE] = state
-        self._row[STEP] = step
+        self._cells[TICK] = 0
+        self._cells[STATE] = state
+        self._cells[STEP] = step
 
 
 class ProgressBoard:

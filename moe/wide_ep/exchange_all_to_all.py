@@ -68,7 +68,7 @@ class AllToAllExchange:
         pairs = sort_pairs(physical_ids, self._boundaries)
         offsets = pairs.offsets
         sent = [offsets[stop] - offsets[start] for start, stop in zip(self._starts, self._stops)]
-        counts = self._exchange_counts(torch.tensor(offsets).diff().to(device))  # [W, P_local] i64, on the CPU
+        counts = self._exchange_counts(pairs.counts.to(device))  # [W, P_local] i64, on the CPU
         if self._progress is not None:
             self._progress.tick()
         received: list[int] = counts.sum(1).tolist()

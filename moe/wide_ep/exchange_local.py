@@ -29,8 +29,7 @@ class LocalExchange:
         if self._boundaries.device != x.device:
             self._boundaries = self._boundaries.to(x.device)
         pairs = sort_pairs(physical_ids, self._boundaries)
-        counts = torch.tensor(pairs.offsets).diff()  # [P] i64
-        return Dispatched(rows=x.index_select(0, pairs.tokens), tokens_per_slot=counts, handle=pairs)
+        return Dispatched(rows=x.index_select(0, pairs.tokens), tokens_per_slot=pairs.counts, handle=pairs)
 
     def combine(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: SortedPairs) -> torch.Tensor:
         """Add rows [M, D] back to their tokens; see `Exchange.combine`."""

@@ -84,7 +84,7 @@ class ThreadExchange:
         offsets = pairs.offsets
         mine = pairs.tokens[offsets[self._start] : offsets[self._stop]]  # [M] row of the stacked inputs
         rows = torch.cat([rows for rows, _ in inputs]).index_select(0, mine)
-        counts = torch.tensor(offsets[self._start : self._stop + 1]).diff()  # [P_local] i64
+        counts = pairs.counts[self._start : self._stop]  # [P_local] i64
         row_bytes = x.shape[1] * x.element_size()
         local = int(((physical_ids >= self._start) & (physical_ids < self._stop)).sum())
         self._bytes_sent += (int((physical_ids >= 0).sum()) - local) * row_bytes
@@ -93,6 +93,7 @@ class ThreadExchange:
         own = SortedPairs(
             tokens=pairs.tokens,
             offsets=offsets,
+            counts=pairs.counts,
             positions=pairs.positions[:, home],
             dropped=None if pairs.dropped is None else pairs.dropped[:, home],
         )

@@ -20,12 +20,14 @@ class SortedPairs:
     Attributes:
         tokens: [M] i64, token of each pair.
         offsets: P + 1 Python ints; pairs of slot p are [offsets[p], offsets[p + 1]).
+        counts: [P] i64 on the CPU, pairs of each slot.
         positions: [K, T] i64, where each pair stands in `tokens`; 0 for a dropped one.
         dropped: [K, T] bool, or None when nothing was dropped.
     """
 
     tokens: torch.Tensor
     offsets: list[int]
+    counts: torch.Tensor
     positions: torch.Tensor
     dropped: torch.Tensor | None
 
@@ -46,7 +48,8 @@ def sort_pairs(physical_ids: torch.Tensor, boundaries: torch.Tensor) -> SortedPa
     num_tokens, top_k = physical_ids.shape
     flat = physical_ids.reshape(-1)  # [N]
     slots, order = flat.sort(stable=True)
-    offsets: list[int] = torch.searchsorted(slots, boundaries).tolist()
+    bounds = torch.searchsorted(slots, boundaries).cpu()  # [P + 1] i64
+    offsets: list[int] = bounds.tolist()
     num_dropped = offsets[0]
     if offsets[-1] != flat.shape[0]:
         raise RuntimeError(f"physical id {int(slots[-1])} names no expert slot; there are {len(offsets) - 1}")
@@ -58,7 +61,9 @@ def sort_pairs(physical_ids: torch.Tensor, boundaries: torch.Tensor) -> SortedPa
         positions = positions.clamp(min=0)
         order = order[num_dropped:]
         offsets = [offset - num_dropped for offset in offsets]
-    return SortedPairs(tokens=order // top_k, offsets=offsets, positions=positions, dropped=dropped)
+    return SortedPairs(
+        tokens=order // top_k, offsets=offsets, counts=bounds.diff(), positions=positions, dropped=dropped
+    )
 
 
 def add_pairs(rows: torch.Tensor, topk_weights: torch.Tensor, pairs: SortedPairs) -> torch.Tensor:
