@@ -1,9 +1,9 @@
 """How much of a decode step is Python, outside torch? 16 requests, 24 layers, 32 experts top-8, as bench-1b.
 
 Widths are tiny and the weights fp32, so that torch's share is small and the difference of two numbers means something:
-outside torch = wall time of a step (nothing attached) - time of the same calls of torch replayed with nothing in between;
-the median over many such pairs, as the machine drifts. torch.profiler will not do: it also slows what an operation calls
-inside, so its sum can exceed the wall time.
+outside torch = wall time of a step (nothing attached) - time inside calls of torch in the step after it (each call timed
+by a TorchFunctionMode, less what timing an empty call shows); the median over many such pairs, as the machine drifts.
+torch.profiler will not do: it also slows what an operation calls inside, so its sum can exceed the wall time.
 
     python benchmarks/step_overhead.py
 """
@@ -67,26 +67,37 @@ def make_worker(folder: Path) -> Worker:
     return worker
 
 
-class CallRecorder(TorchFunctionMode):
-    """Keeps every call of torch that Python makes, with its arguments."""
+class CallTimer(TorchFunctionMode):
+    """Adds up the time inside the calls of torch that Python makes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, Any, Any]] = []
+        self.seconds, self.num_calls = 0.0, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one call."""
-        self.calls.append((func, args, kwargs or {}))
-        return func(*args, **kwargs or {})
+        kwargs = kwargs or {}
+        start = time.perf_counter()
+        result = func(*args, **kwargs)
+        self.seconds += time.perf_counter() - start
+        self.num_calls += 1
+        return result
 
 
-@torch.inference_mode()
-def replay_ms(calls: list[tuple[Any, Any, Any]]) -> float:
-    """Return the milliseconds that the calls take one after the other, with nothing in between."""
-    start = time.perf_counter()
-    for func, args, kwargs in calls:
-        func(*args, **kwargs)
-    return (time.perf_counter() - start) * 1e3
+def empty_call_seconds() -> float:
+    """Return what `CallTimer` charges a call of a Python function that does nothing."""
+    timer = CallTimer()
+    for _ in range(10_000):
+        timer.__torch_function__(lambda *args, **kwargs: None, (), (0, 1), {"dim": 0})
+    return timer.seconds / timer.num_calls
+
+
+def inside_torch(worker: Worker, plan: StepPlan, empty: float) -> tuple[float, int, StepResult]:
+    """Run one step; return the milliseconds inside torch, the number of calls, and the result."""
+    with CallTimer() as timer:
+        result = worker.run(plan.header, plan.ranks[0])
+    spent = timer.seconds - timer.num_calls * empty
+    return spent * 1e3, timer.num_calls, StepResult(step=plan.header.step, ranks=(result,))
 
 
 def main() -> None:
@@ -107,7 +118,8 @@ def main() -> None:
     wall: list[float] = []
     inside: list[float] = []
     planning: list[float] = []
-    recorder = CallRecorder()
+    num_calls: list[int] = []
+    empty = empty_call_seconds()
     with tempfile.TemporaryDirectory() as folder:
         worker = make_worker(Path(folder))
         for step in range(args.steps + 20):
@@ -116,32 +128,32 @@ def main() -> None:
             assert plan is not None
             planned = time.perf_counter()
             steady = plan.header.kind == "decode" and plan.ranks[0].num_decodes == REQUESTS
-            if steady and step % 20 == 0:  # calls carry this step's tensors: record anew now and then
-                with CallRecorder() as recorder:
-                    recorded = worker.run(plan.header, plan.ranks[0])
-                scheduler.apply(StepResult(step=plan.header.step, ranks=(recorded,)))
+            if steady and step % 2:
+                spent, calls, result = inside_torch(worker, plan, empty)
+                inside.append(spent)
+                num_calls.append(calls)
+                scheduler.apply(result)
                 continue
             rank_result = worker.run(plan.header, plan.ranks[0])
             ran = time.perf_counter()
             assert len(rank_result.tokens) == 4 * REQUESTS or not steady
             scheduler.apply(StepResult(step=plan.header.step, ranks=(rank_result,)))
-            booked = time.perf_counter()
-            if steady and recorder.calls:
+            if steady:
                 wall.append((ran - planned) * 1e3)
-                inside.append(replay_ms(recorder.calls))
-                planning.append((planned - start + booked - ran) * 1e3)
+                planning.append((planned - start + time.perf_counter() - ran) * 1e3)
     results: dict[str, Any] = {
         "step_ms": records.summary(wall),
         "inside_torch_ms": records.summary(inside),
         "planning_ms": records.summary(planning),
-        "torch_calls": len(recorder.calls),
+        "torch_calls": num_calls[-1],
     }
-    results["outside_torch_ms"] = records.summary([step - replay for step, replay in zip(wall, inside, strict=True)])
+    pairs = min(len(wall), len(inside))
+    results["outside_torch_ms"] = records.summary([wall[i] - inside[i] for i in range(pairs)])
     outside = results["outside_torch_ms"]["median"]
+    step, inside_ms, beside = (results[key]["median"] for key in ("step_ms", "inside_torch_ms", "planning_ms"))
     print(
-        f"a step of {REQUESTS} requests: {results['step_ms']['median']:.2f} ms, of it inside {len(recorder.calls)} calls of "
-        f"torch {results['inside_torch_ms']['median']:.2f} ms, outside {outside:.2f} ms; planning and booking beside it "
-        f"{results['planning_ms']['median']:.2f} ms (1 thread)"
+        f"a step of {REQUESTS} requests: {step:.2f} ms, of it in {num_calls[-1]} calls of torch {inside_ms:.2f} ms, "
+        f"outside {outside:.2f} ms; planning and booking beside it {beside:.2f} ms (1 thread)"
     )
     records.write("step_overhead", results, args.out)
 

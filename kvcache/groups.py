@@ -10,6 +10,20 @@ from dataclasses import dataclass
 
 from ..quant import NumberFormat
 
+KINDS = ("full", "window", "chunk", "latent")
+
+
+def first_visible(kind: str, window: int, position: int) -> int:
+    """Return the first position that a row at `position` of a group of `kind` sees.
+
+    Example:
+        >>> first_visible("window", 8, 10), first_visible("chunk", 8, 10), first_visible("full", 0, 10)
+        (3, 8, 0)
+    """
+    if kind == "window":
+        return max(0, position - window + 1)
+    return position // window * window if kind == "chunk" else 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheGroup:
@@ -17,11 +31,14 @@ class CacheGroup:
 
     Attributes:
         name: unique among the groups of a model.
-        kind: `full` (every token is kept until the sequence ends). Windowed, latent and state groups come with their
-            families.
+        kind: `full` (every token is kept until the sequence ends), `window` (a row sees the last `window` tokens, its
+            own included), `chunk` (a row sees its own run of `window` absolute positions) or `latent` (kept like
+            `full`; V is the first `value_dim` elements of K and is not stored).
         layers: decoder layer numbers, ascending.
-        num_kv_heads: KV heads that one rank holds.
-        head_dim: elements of a head of K and of V.
+        num_kv_heads: KV heads that one rank holds (1 for `latent`).
+        head_dim: elements of a head of K.
+        value_dim: elements of a head of V.
+        window: of `window` and `chunk`; else 0.
         number_format: how an element is stored.
     """
 
@@ -30,11 +47,24 @@ class CacheGroup:
     layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
+    value_dim: int
     number_format: NumberFormat
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"cache group {self.name!r} has kind {self.kind!r}; use one of {', '.join(KINDS)}")
+        if (self.window > 0) != (self.kind in ("window", "chunk")):
+            raise ValueError(f"cache group {self.name!r} of kind {self.kind!r} has window={self.window}")
+
+    def first_visible(self, position: int) -> int:
+        """Return the first position that a row at `position` sees; rows after it never see an earlier one."""
+        return first_visible(self.kind, self.window, position)
 
     def bytes_per_token(self) -> int:
-        """Bytes that one token of one sequence takes over all layers of the group (K and V)."""
-        return 2 * len(self.layers) * self.num_kv_heads * self.head_dim * self.number_format.itemsize
+        """Bytes that one token of one sequence takes over all layers of the group (K, and V where it is stored)."""
+        elements = self.head_dim + (0 if self.kind == "latent" else self.value_dim)
+        return len(self.layers) * self.num_kv_heads * elements * self.number_format.itemsize
 
     def bytes_per_block(self, block_size: int) -> int:
         """Exact bytes of one block of `block_size` tokens over all layers of the group."""

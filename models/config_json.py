@@ -64,6 +64,7 @@ def parse_config(fields: Fields, name: str, family: Family) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        attention_scale=head_dim**-0.5,
         dense_width=dense_width,
         rotary=_parse_rotary(fields, family, head_dim),
         norm_eps=fields.number("rms_norm_eps", 0, 1),

@@ -68,6 +68,7 @@ def cache_groups(config: ModelConfig, *, dtype: NumberFormat | str) -> tuple[Cac
         layers=tuple(range(config.num_layers)),
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
+        value_dim=config.head_dim,
         number_format=_as_format(dtype),
     )
     return (group,)

@@ -76,7 +76,7 @@ class AttentionBlock:
         self._weights, self._layer, self._rotary = weights, layer, rotary
         self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._eps, self._qk_norm = config.norm_eps, config.qk_norm
-        self._scale = config.head_dim**-0.5
+        self._scale = config.attention_scale
         widths = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
         self._full_widths = widths
         self._sizes = [sum(widths), widths[1]]

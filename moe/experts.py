@@ -13,6 +13,24 @@ import torch
 import torch.nn.functional as F
 
 
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """What stands between the two products of a gated FFN.
+
+    Attributes:
+        kind: `silu`: silu(gate) * up. `clamped`: gate is cut above `limit`, up to [-limit, limit], and the result is
+            gate * sigmoid(alpha * gate) * (up + 1) (gpt-oss).
+        alpha, limit: of `clamped`.
+    """
+
+    kind: str = "silu"
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+SILU = Activation()
+
+
 @dataclass(kw_only=True)
 class ExpertWeights:
     """The experts of one layer that a rank holds, in slot order.

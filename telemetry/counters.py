@@ -35,7 +35,7 @@ class RankCounters:
 
     def __post_init__(self) -> None:
         self.expert_tokens = np.zeros((self.num_moe_layers, self.num_local_slots), np.int64)
-        self._bytes = memoryview(self.bytes_moved.reshape(-1))  # faster than numpy for single numbers
+        self._bytes = self.bytes_moved.reshape(-1).data  # faster than numpy for single numbers
 
     def begin_step(self, phase: str, num_tokens: int) -> None:
         """Start a step of `phase` with `num_tokens` rows on this rank (0 for a rank that only keeps step)."""

@@ -19,7 +19,7 @@ class RankProgress:
     """The row of one rank: the rank ticks it, the supervisor reads it."""
 
     def __init__(self, row: np.ndarray) -> None:
-        self._cells = memoryview(row)  # faster than numpy for single numbers, and this is called often
+        self._cells = row.data  # faster than numpy for single numbers, and this is called often
 
     def tick(self) -> None:
         """Say that this rank got one operation further (a layer, one side of a collective, a loaded tensor)."""

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-SCORINGS = ("softmax", "sigmoid")
+SCORINGS = ("softmax", "sigmoid", "sparsemixer")
+GROUP_SCORES = ("top2", "max")
 # Keeps the sum of sigmoid scores that all underflowed from dividing by zero; too small to change any other sum.
 _SUM_FLOOR = 1e-20
 
@@ -23,9 +24,17 @@ class RoutingConfig:
     Attributes:
         num_experts: E.
         top_k: K, experts a token.
-        scoring: `softmax` over all E logits (before picking, not after), or `sigmoid` of each.
-        renormalize: divide the K weights of a token by their sum.
-        scaling_factor: multiplies the weights in the end.
+        scoring: `softmax` over all E logits (before picking, not after), `sigmoid` of each, or `sparsemixer` (Liu et
+            al., 2023; K = 2: each choice is weighed by a softmax over the logits close enough to it).
+        renormalize: divide the K weights of a token by their sum. Softmax over only the K chosen logits is the same
+            as `softmax` with this.
+        min_weight_sum: the sum that `renormalize` divides by is at least this.
+        scaling_factor: multiplies the weights in the end, exactly once, whatever `renormalize` says.
+        num_groups, top_groups: experts stand in `num_groups` equal runs; a token chooses only among its `top_groups`
+            best. 1 and 1 know no groups.
+        group_score: what makes a group good: the sum of its two best (`top2`) or its best (`max`), bias included.
+        jitter: of `sparsemixer`: logits further than 2 * jitter below the best, relative to max(|logit|, best), do
+            not take part.
     """
 
     num_experts: int
@@ -33,6 +42,11 @@ class RoutingConfig:
     scoring: str
     renormalize: bool
     scaling_factor: float = 1.0
+    min_weight_sum: float = 0.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: str = "top2"
+    jitter: float = 0.01
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:

@@ -38,7 +38,9 @@ def make(segments: list[tuple[int, int]], decodes: list[int], heads: tuple[int, 
     for n in blocks:
         tables.append(order[at : at + n].astype(np.int64))
         at += n
-    group = CacheGroup(name="g", kind="full", layers=(0, 3), num_kv_heads=num_kv_heads, head_dim=8, number_format=fmt)
+    group = CacheGroup(
+        name="g", kind="full", layers=(0, 3), num_kv_heads=num_kv_heads, head_dim=8, value_dim=8, number_format=fmt
+    )
     storage = KVStorage([group], num_blocks=len(order), block_size=BLOCK)
     torch.manual_seed(seed)
     for table, length in zip(tables, lengths):

@@ -12,7 +12,9 @@ from tests.support.numerics import assert_same
 
 
 def group(layers: tuple[int, ...], *, name: str = "full", kind: str = "full", dtype: str = "bfloat16") -> CacheGroup:
-    return CacheGroup(name=name, kind=kind, layers=layers, num_kv_heads=2, head_dim=8, number_format=FORMATS[dtype])
+    return CacheGroup(
+        name=name, kind=kind, layers=layers, num_kv_heads=2, head_dim=8, value_dim=8, number_format=FORMATS[dtype]
+    )
 
 
 def test_sizes_are_exact() -> None:
@@ -78,7 +80,7 @@ def test_a_pool_takes_memory_only_where_it_is_written() -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([group((0,), kind="window")], "kind 'window'; this version stores only 'full'"),
+        ([group((0,), kind="latent")], "kind 'latent'; this version stores only 'full'"),
         ([group((0, 1)), group((1,), name="again")], "layer 1 is in cache group 'again' and in another"),
     ],
 )

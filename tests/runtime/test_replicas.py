@@ -39,7 +39,7 @@ def fake_resolved(topology, **schedule):
     )
     model = ModelConfig(
         family="fake", num_layers=2, hidden_size=8, vocab_size=fake_worker.VOCAB_SIZE, num_heads=1, num_kv_heads=1,
-        head_dim=8, dense_width=8, rotary=RotaryConfig(theta=1e4, rotary_dim=8), norm_eps=1e-6,
+        head_dim=8, attention_scale=1.0, dense_width=8, rotary=RotaryConfig(theta=1e4, rotary_dim=8), norm_eps=1e-6,
         max_position_embeddings=400, dtype="float32",
     )  # fmt: skip
     numbers = {name: 0 for name in ModelFootprint.__dataclass_fields__ if name != "name"}

@@ -121,8 +121,9 @@ def model_config() -> ModelConfig:
     routing = RoutingConfig(num_experts=4, top_k=2, scoring="softmax", renormalize=True)
     return ModelConfig(
         family="mixtral", num_layers=2, hidden_size=8, vocab_size=VOCAB_SIZE, num_heads=2, num_kv_heads=1, head_dim=4,
-        dense_width=8, rotary=RotaryConfig(theta=1e4, rotary_dim=4), norm_eps=1e-5, max_position_embeddings=4096,
-        dtype="float32", moe_layers=(0, 1), moe=MoEConfig(routing=routing, expert_width=8),
+        attention_scale=0.5, dense_width=8, rotary=RotaryConfig(theta=1e4, rotary_dim=4), norm_eps=1e-5,
+        max_position_embeddings=4096, dtype="float32", moe_layers=(0, 1),
+        moe=MoEConfig(routing=routing, expert_width=8),
     )  # fmt: skip
 
 
