@@ -6,6 +6,7 @@ Letters: M rows, S slots of this rank, D width, F expert width.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,15 +39,20 @@ class ExpertWeights:
     Attributes:
         w13: [S, 2F, D], gate rows first, then up rows.
         w2: [S, D, F].
+        b13: [S, 2F], gate first, then up; None where experts have no biases.
+        b2: [S, D].
     """
 
     w13: torch.Tensor
     w2: torch.Tensor
+    b13: torch.Tensor | None = None
+    b2: torch.Tensor | None = None
 
     @property
     def bytes_per_slot(self) -> int:
         """Exact bytes of one expert."""
-        return sum(t.shape[1] * t.shape[2] * t.element_size() for t in (self.w13, self.w2))
+        parts = (t for t in (self.w13, self.w2, self.b13, self.b2) if t is not None)
+        return sum(math.prod(t.shape[1:]) * t.element_size() for t in parts)
 
     @cached_property
     def has_grouped_product(self) -> bool:
