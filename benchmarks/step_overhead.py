@@ -1,8 +1,8 @@
 """How much of a decode step is Python, outside torch? 16 requests, 24 layers, 32 experts top-8, as bench-1b.
 
 Widths are tiny and the weights fp32, so that torch takes little and the difference of two numbers means something:
-outside torch = wall time of a step (nothing attached) - time inside calls of torch in the step after it (each timed in a
-TorchFunctionMode, less what timing an empty call shows); the median over many such pairs, as the machine drifts.
+outside torch = wall time of a step (nothing attached) - time inside calls of torch in the step after it (each timed by
+a TorchFunctionMode, less what timing an empty call shows); the median over many such pairs, as the machine drifts.
 torch.profiler will not do: it also slows what an operation calls inside, so its sum can exceed the wall time.
 
     python benchmarks/step_overhead.py
