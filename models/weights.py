@@ -1,4 +1,4 @@
-"""The weights that one rank holds, as plain tensors in the shapes that the decoder multiplies with.
+"""The weights that one rank holds, as tensors in the shapes that the decoder multiplies with.
 
 Not modules and not a loader: `models.loading` fills these records, `models.decoder` reads them.
 Letters: V vocabulary, D width, H query heads, Hkv KV heads, Dh head width, F FFN width, E experts, S local slots.
@@ -12,19 +12,26 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 
 from ..moe.experts import ExpertWeights
+from ..quant import QuantTensor
+
+Matrix = torch.Tensor | QuantTensor  # multiplied by `quant.linear`
 
 
 @dataclass(kw_only=True)
 class DenseFFN:
-    """A gated FFN: down(silu(gate(x)) * up(x)).
+    """A gated FFN: down(act(gate(x), up(x))).
 
     Attributes:
         w13: [2F, D], gate rows first, then up rows.
         w2: [D, F].
+        b13: [2F].
+        b2: [D].
     """
 
-    w13: torch.Tensor
-    w2: torch.Tensor
+    w13: Matrix
+    w2: Matrix
+    b13: torch.Tensor | None = None
+    b2: torch.Tensor | None = None
 
 
 @dataclass(kw_only=True)
@@ -33,7 +40,8 @@ class MoEWeights:
 
     Attributes:
         router: [E, D] in the activation dtype or fp32; logits are computed in fp32.
-        experts: w13 [S, 2F, D] and w2 [S, D, F] of the local slots, in slot order.
+        experts: w13 [S, 2F, D] and w2 [S, D, F] of the local slots, in slot order, with b13 [S, 2F] and b2 [S, D].
+        router_bias: [E], part of the logits.
         selection_bias: [E] f32, chooses experts but never weighs them.
         shared: the shared experts as one FFN.
         shared_gate: [1, D], scales the shared output by sigmoid(gate(x)).
@@ -41,34 +49,71 @@ class MoEWeights:
 
     router: torch.Tensor
     experts: ExpertWeights
+    router_bias: torch.Tensor | None = None
     selection_bias: torch.Tensor | None = None
     shared: DenseFFN | None = None
     shared_gate: torch.Tensor | None = None
 
 
 @dataclass(kw_only=True)
-class LayerWeights:
-    """One decoder layer; exactly one of `dense` and `moe` is set.
+class LatentWeights:
+    """Latent attention's projections up to scores and values; the output projection is the layer's `o`.
+
+    Exactly one of `q` and `q_b` is set; `q_a` and `q_a_norm` go with `q_b`.
 
     Attributes:
-        input_norm: [D].
+        q: [H * (nope + rope), D], queries from the hidden state.
+        q_a: [query_rank, D], q_a_norm: [query_rank], q_b: [H * (nope + rope), query_rank].
+        kv_a: [kv_rank + rope, D], latent rows first.
+        kv_a_norm: [kv_rank].
+        kv_b_k: [H, nope, kv_rank], from the latent to the keys of each head; never quantised.
+        kv_b_v: [H, value, kv_rank], from the latent to the values of each head; never quantised.
+        q_a_bias: [query_rank], kv_a_bias: [kv_rank + rope].
+    """
+
+    kv_a: Matrix
+    kv_a_norm: torch.Tensor
+    kv_b_k: torch.Tensor
+    kv_b_v: torch.Tensor
+    q: Matrix | None = None
+    q_a: Matrix | None = None
+    q_a_norm: torch.Tensor | None = None
+    q_b: Matrix | None = None
+    q_a_bias: torch.Tensor | None = None
+    kv_a_bias: torch.Tensor | None = None
+
+
+@dataclass(kw_only=True)
+class LayerWeights:
+    """One decoder layer; exactly one of `dense` and `moe` is set, and exactly one of `qkv` and `latent`.
+
+    Attributes:
+        input_norm: [D]; of the norm in front of attention, or behind it where the model norms what a block adds.
+        input_norm_bias: [D].
         qkv: [(H + 2 * Hkv) * Dh, D], rows of q, then k, then v.
         qkv_bias: [(H + 2 * Hkv) * Dh].
-        o: [D, H * Dh].
+        latent: what makes queries, keys and values where they come from a latent.
+        o: [D, H * Dh], or [D, H * value] with a latent.
         o_bias: [D].
         q_norm: [Dh] for a norm over each head, [H * Dh] for one over all heads together.
         k_norm: [Dh] or [Hkv * Dh].
-        post_attention_norm: [D].
+        sinks: [H] f32.
+        post_attention_norm: [D]; of the norm in front of the FFN, or behind it where the model norms what a block adds.
+        post_attention_norm_bias: [D].
     """
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    o: torch.Tensor
+    o: Matrix
     post_attention_norm: torch.Tensor
+    qkv: Matrix | None = None
+    latent: LatentWeights | None = None
+    input_norm_bias: torch.Tensor | None = None
+    post_attention_norm_bias: torch.Tensor | None = None
     qkv_bias: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
     dense: DenseFFN | None = None
     moe: MoEWeights | None = None
 
@@ -80,7 +125,9 @@ class ModelWeights:
     Attributes:
         embedding: [V, D].
         head: [V, D]; the very same tensor as `embedding` when tied.
+        head_bias: [V].
         final_norm: [D].
+        final_norm_bias: [D].
         layers: one record a decoder layer.
     """
 
@@ -88,9 +135,14 @@ class ModelWeights:
     head: torch.Tensor
     final_norm: torch.Tensor
     layers: list[LayerWeights]
+    head_bias: torch.Tensor | None = None
+    final_norm_bias: torch.Tensor | None = None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (path, tensor) of every tensor held, each once (a tied head is not repeated)."""
+        """Yield (path, tensor) of every tensor held, each once (a tied head is not repeated).
+
+        A quantised matrix yields its data and its scales.
+        """
         seen: set[int] = set()
         for path, tensor in _walk("", self):
             if id(tensor) not in seen:

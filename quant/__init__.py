@@ -1,5 +1,18 @@
 """Number formats for weights and KV (level 1)."""
 
 from .formats import FORMATS, NumberFormat, parse_format
+from .linear import dense, linear
+from .tensor import FP8_BLOCK, MXFP4, MXFP4_SCHEME, QuantScheme, QuantTensor
 
-__all__ = ["FORMATS", "NumberFormat", "parse_format"]
+__all__ = [
+    "FORMATS",
+    "FP8_BLOCK",
+    "MXFP4",
+    "MXFP4_SCHEME",
+    "NumberFormat",
+    "QuantScheme",
+    "QuantTensor",
+    "dense",
+    "linear",
+    "parse_format",
+]

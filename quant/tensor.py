@@ -1,0 +1,128 @@
+"""A matrix, or a stack of them, in a quantised format: packed data, scales and the scheme that joins them.
+
+Not a kernel and not a quantiser: it moves, selects, dequantises and knows its exact bytes.
+Letters: N rows (outputs), D columns (inputs), S matrices of a stack. Units: bytes of data and scales as held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+MXFP4, FP8_BLOCK = "mxfp4", "fp8_block"
+# e2m1: sign, two bits of exponent, one of mantissa (Open Compute Project, Microscaling formats, 2023).
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+E8M0_BIAS = 127
+DATA_DTYPES = {MXFP4: torch.uint8, FP8_BLOCK: torch.float8_e4m3fn}
+SCALE_DTYPES = {MXFP4: torch.uint8, FP8_BLOCK: torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantScheme:
+    """How data and scales make numbers.
+
+    Attributes:
+        kind: `mxfp4`: two e2m1 numbers a byte, low nibble first, times two to the power of an e8m0 scale; `fp8_block`:
+            e4m3 numbers times an fp32 scale.
+        block: rows and columns that share a scale; the last block of either dim may be cut short. (1, 32) for mxfp4.
+    """
+
+    kind: str
+    block: tuple[int, int]
+
+    def data_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the shape of the packed data of a matrix."""
+        return (rows, columns // 2) if self.kind == MXFP4 else (rows, columns)
+
+    def scales_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the shape of the scales of a matrix: one a block, begun blocks too."""
+        return (-(-rows // self.block[0]), -(-columns // self.block[1]))
+
+    def num_bytes(self, rows: int, columns: int) -> int:
+        """Return the exact bytes of a matrix, scales included."""
+        (data_rows, data_columns), (scale_rows, scale_columns) = (
+            self.data_shape(rows, columns),
+            self.scales_shape(rows, columns),
+        )
+        data, scales = DATA_DTYPES[self.kind].itemsize, SCALE_DTYPES[self.kind].itemsize
+        return data_rows * data_columns * data + scale_rows * scale_columns * scales
+
+
+MXFP4_SCHEME = QuantScheme(kind=MXFP4, block=(1, 32))
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantTensor:
+    """A quantised [N, D] or [S, N, D].
+
+    Attributes:
+        data: [.., N, D / 2] u8 for `mxfp4`, [.., N, D] float8_e4m3fn for `fp8_block`.
+        scales: [.., N, D / 32] u8 for `mxfp4`; [.., G, ceil(D / block columns)] f32 for `fp8_block`, where G is the
+            sum over `sections` of ceil(rows / block rows).
+        scheme: what they mean.
+        shape: of the numbers.
+        sections: rows of the parts that were put one below the other, each with blocks counted from its own first row;
+            they sum to N.
+
+    Example:
+        Gate and up of 1000 rows each in blocks of 128: sections (1000, 1000), G = 8 + 8; row 1000 uses scale row 8.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor
+    scheme: QuantScheme
+    shape: tuple[int, ...]
+    sections: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        *stack, rows, columns = self.shape
+        parts = [self.scheme.scales_shape(section, columns) for section in self.sections]
+        assert sum(self.sections) == rows, (self.sections, self.shape)
+        assert tuple(self.data.shape) == (*stack, *self.scheme.data_shape(rows, columns)), self.data.shape
+        assert tuple(self.scales.shape) == (*stack, sum(part[0] for part in parts), parts[0][1]), self.scales.shape
+
+    @property
+    def num_bytes(self) -> int:
+        """Exact bytes of data and scales."""
+        return self.data.nbytes + self.scales.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.data.device
+
+    def to(self, device: torch.device) -> QuantTensor:
+        """Return it on `device`."""
+        return replace(self, data=self.data.to(device), scales=self.scales.to(device))
+
+    def select(self, slot: int) -> QuantTensor:
+        """Return matrix number `slot` of a stack, sharing memory with it."""
+        assert len(self.shape) == 3, self.shape
+        return replace(self, data=self.data[slot], scales=self.scales[slot], shape=self.shape[1:])
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the numbers, multiplied in fp32 and rounded once to `dtype`: `shape`."""
+        if self.scheme.kind == MXFP4:
+            return _from_mxfp4(self.data, self.scales, self.scheme.block[1]).to(dtype)
+        parts = zip(self.data.split(self.sections, dim=-2), _section_scales(self))
+        return torch.cat([_from_fp8(data, scales, self.scheme.block) for data, scales in parts], dim=-2).to(dtype)
+
+
+def _section_scales(tensor: QuantTensor) -> Iterator[torch.Tensor]:
+    block_rows = [-(-section // tensor.scheme.block[0]) for section in tensor.sections]
+    yield from tensor.scales.split(block_rows, dim=-2)
+
+
+def _from_mxfp4(data: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Tensor:
+    codes = torch.stack([data & 15, data >> 4], dim=-1).flatten(-2).to(torch.int32)  # [.., N, D]
+    numbers = torch.tensor(E2M1, device=data.device)[codes]
+    exponents = scales.to(torch.int32) - E8M0_BIAS
+    return torch.ldexp(numbers, exponents.repeat_interleave(block, dim=-1)[..., : numbers.shape[-1]])
+
+
+def _from_fp8(data: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    rows, columns = data.shape[-2:]
+    per_row = scales.repeat_interleave(block[0], dim=-2)[..., :rows, :]
+    return data.float() * per_row.repeat_interleave(block[1], dim=-1)[..., :columns]
