@@ -11,6 +11,21 @@ from dataclasses import dataclass
 import torch
 
 
+@dataclass(frozen=True, eq=False)
+class AttentionOptions:
+    """What a layer does with its scores.
+
+    Attributes:
+        scale: factor on them.
+        score_cap: scaled scores become cap * tanh(score / cap), before any mask; 0 leaves them.
+        sinks: [H] f32; a score a query head that takes part in every softmax and yields no value. None knows none.
+    """
+
+    scale: float
+    score_cap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrefillSegment:
     """Consecutive rows of one sequence.

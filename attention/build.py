@@ -46,22 +46,23 @@ def build_attention_batch(
     *,
     slot_mapping: np.ndarray,
     segments: Sequence[SegmentRows],
-    decode_rows: np.ndarray,
     decode_lengths: np.ndarray,
     decode_tables: np.ndarray,
     block_size: int,
     device: torch.device,
+    kind: str = "full",
+    window: int = 0,
 ) -> AttentionBatch:
     """Return the batch of one step.
 
     Args:
         slot_mapping: [T] i64, where each row's K and V go.
         segments: runs of rows of one sequence each.
-        decode_rows: [N] i64, row numbers of single rows.
-        decode_lengths: [N] i64, tokens that each attends to, its own included.
+        decode_lengths: [N] i64, tokens of the sequence of each of the first N rows of the step, its own included.
         decode_tables: [N, n] i64, padded with block 0.
         block_size: tokens a block.
         device: where the tensors of the batch go.
+        kind, window: of the cache group.
 
     Example:
         Lengths 5, 40, 200, 300 with blocks of 16 make three buckets: {5, 40} up to 8 blocks, {200} up to 16, {300} up
@@ -73,7 +74,7 @@ def build_attention_batch(
 
     prefills = tuple(_segment(segment, move(segment.block_table)) for segment in segments)
     decodes = []
-    if len(decode_rows):
+    if len(decode_lengths):
         num_blocks = -(-decode_lengths // block_size)
         bucket_of = np.ceil(np.log2(np.maximum(num_blocks, SMALLEST_BUCKET_BLOCKS))).astype(np.int64)
         for bucket in np.unique(bucket_of).tolist():
@@ -85,7 +86,7 @@ def build_attention_batch(
                 mask = _mask(move(np.arange(num_keys)) < move(lengths)[:, None])[:, None, None]
             decodes.append(
                 DecodeBucket(
-                    rows=move(decode_rows[members]),
+                    rows=move(members),
                     block_table=move(decode_tables[members, :most]),
                     lengths=move(lengths),
                     num_keys=num_keys,

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from ..kvcache import KVStorage
-from .batch import AttentionBatch, DecodeBucket, PrefillSegment
+from .batch import AttentionBatch, AttentionOptions, DecodeBucket, PrefillSegment
 
 
 def paged_attention(
-    q: torch.Tensor, storage: KVStorage, layer: int, batch: AttentionBatch, scale: float
+    q: torch.Tensor, storage: KVStorage, layer: int, batch: AttentionBatch, options: AttentionOptions
 ) -> torch.Tensor:
     """Let every row attend to the tokens of its sequence up to its own, which must be in storage already.
 
@@ -23,12 +23,13 @@ def paged_attention(
         storage: holds K and V of `layer`.
         layer: decoder layer number.
         batch: which rows read which blocks.
-        scale: factor on the scores.
+        options: what the layer does with its scores.
 
     Returns:
         [T, H, Dh] in the dtype of `q`.
     """
     k, v = storage.layer(layer)
+    scale = options.scale
     pieces = len(batch.prefills) + len(batch.decodes)
     if pieces == 1 and batch.decodes:
         return _decode(q, k, v, batch.decodes[0], scale)  # rows of the only bucket are all rows, in order

@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 
 from ..kvcache import KVStorage
-from .batch import AttentionBatch
+from .batch import AttentionBatch, AttentionOptions
 
 
 def paged_attention(
-    q: torch.Tensor, storage: KVStorage, layer: int, batch: AttentionBatch, scale: float
+    q: torch.Tensor, storage: KVStorage, layer: int, batch: AttentionBatch, options: AttentionOptions
 ) -> torch.Tensor:
     """Return softmax(q k^T * scale) v of every row over the tokens up to its own: [T, H, Dh] f32."""
+    scale = options.scale
     out = torch.full(q.shape, float("nan"))  # a row that nobody computes must show
     for segment in batch.prefills:
         for i in range(segment.num_rows):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..attention.batch import AttentionBatch
+from ..attention.batch import AttentionBatch, AttentionOptions
 from ..attention.paged import paged_attention
 from ..kvcache import KVStorage
 from ..moe.experts import swiglu
@@ -76,7 +76,7 @@ class AttentionBlock:
         self._weights, self._layer, self._rotary = weights, layer, rotary
         self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._eps, self._qk_norm = config.norm_eps, config.qk_norm
-        self._scale = config.attention_scale
+        self._options = AttentionOptions(config.attention_scale)
         widths = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
         self._full_widths = widths
         self._sizes = [sum(widths), widths[1]]
@@ -104,7 +104,7 @@ class AttentionBlock:
             qk = rms_norm(qk, self._head_norm, self._eps)
         q, k = self._rotary.rotate(qk, angles).split_with_sizes([num_heads, num_kv_heads], dim=1)
         storage.write(self._layer, k, v.view(-1, num_kv_heads, head_dim), batch.slot_mapping)
-        out = paged_attention(q, storage, self._layer, batch, self._scale)  # [T, H, Dh]
+        out = paged_attention(q, storage, self._layer, batch, self._options)  # [T, H, Dh]
         return F.linear(out.view(-1, num_heads * head_dim), w.o, w.o_bias)
 
     def _norm_full(self, qk: torch.Tensor) -> torch.Tensor:

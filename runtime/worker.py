@@ -227,7 +227,6 @@ class Worker:
             attention=build_attention_batch(
                 slot_mapping=rows.slot_mapping,
                 segments=rows.segments,
-                decode_rows=np.arange(rows.decode_slots.size),
                 decode_lengths=rows.decode_lengths,
                 decode_tables=rows.decode_tables,
                 block_size=self.batch.block_size,
@@ -299,7 +298,7 @@ class Worker:
             slot=0, sequence_id=0, tokens=pack(np.zeros(num_tokens)), max_length=num_tokens + 2, sampling=sampling
         )
         chunk = Chunk(slot=0, start=0, num_tokens=num_tokens, samples=True)
-        num_blocks = min(self.storage.num_blocks, -(-(num_tokens + 1) // self.config.cache.block_size))
+        num_blocks = min(*self.storage.num_blocks, -(-(num_tokens + 1) // self.config.cache.block_size))
         table = np.array([(0, 0, i, i) for i in range(num_blocks)])
         plans = (RankPlan(admitted=(prompt,), grants=pack(table), chunks=(chunk,)), RankPlan(num_decodes=1))
         for step, plan in zip(WARM_UP_STEPS, plans, strict=True):

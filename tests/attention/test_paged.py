@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moewe.attention import reference
+from moewe.attention.batch import AttentionOptions
 from moewe.attention.build import build_attention_batch
 from moewe.attention.paged import paged_attention
 from moewe.kvcache import CacheGroup, KVStorage
@@ -59,7 +60,6 @@ def make(segments: list[tuple[int, int]], decodes: list[int], heads: tuple[int, 
     batch = build_attention_batch(
         slot_mapping=np.zeros(row, np.int64),
         segments=runs,
-        decode_rows=np.arange(len(decodes)),
         decode_lengths=np.array(decodes, np.int64),
         decode_tables=decode_tables,
         block_size=BLOCK,
@@ -86,9 +86,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_paged_attention_equals_reference(case, dtype, heads) -> None:
     q, storage, batch = make(*case, heads, dtype)
-    got = paged_attention(q, storage, 3, batch, 0.3)
+    got = paged_attention(q, storage, 3, batch, AttentionOptions(0.3))
     assert got.dtype == q.dtype and got.shape == q.shape
-    assert_near(got.float(), reference.paged_attention(q, storage, 3, batch, 0.3), format=dtype)
+    assert_near(got.float(), reference.paged_attention(q, storage, 3, batch, AttentionOptions(0.3)), format=dtype)
 
 
 def test_kv_tokens_read_counts_what_each_row_group_reads() -> None:
@@ -98,10 +98,10 @@ def test_kv_tokens_read_counts_what_each_row_group_reads() -> None:
 
 def test_rows_read_only_their_own_blocks() -> None:
     q, storage, batch = make([(2, 3)], [5, 9], (4, 2), "float32")
-    before = paged_attention(q, storage, 3, batch, 0.3)
+    before = paged_attention(q, storage, 3, batch, AttentionOptions(0.3))
     used = {int(b) for bucket in batch.decodes for b in bucket.block_table.flatten()}
     used |= {int(b) for segment in batch.prefills for b in segment.block_table}
-    others = [b for b in range(storage.num_blocks) if b not in used]
+    others = [b for b in range(storage.num_blocks[0]) if b not in used]
     for tensor in storage.layer(3):
         tensor[others] = float("nan")
-    assert torch.equal(paged_attention(q, storage, 3, batch, 0.3), before)
+    assert torch.equal(paged_attention(q, storage, 3, batch, AttentionOptions(0.3)), before)

@@ -157,7 +157,6 @@ def _batch(pieces: list[Piece], sequences: Sequence[Sequence[int]]) -> tuple[For
         attention=build_attention_batch(
             slot_mapping=np.array(slots, np.int64),
             segments=[p for p in pieces if p.num_rows > 1],
-            decode_rows=np.arange(len(decodes)),
             decode_lengths=np.array([p.stop for p in decodes], np.int64),
             decode_tables=tables,
             block_size=BLOCK_SIZE,
