@@ -20,71 +20,17 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from .fixtures_table import COMMON, DENSE_FIXTURES, FIXTURES, MOE_FIXTURES, VOCAB_SIZE
+
+__all__ = ["DENSE_FIXTURES", "FIXTURES", "MOE_FIXTURES", "VOCAB_SIZE"]
+
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
-VOCAB_SIZE = 512
-COMMON = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": 4096,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-}
-FIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "T-MIX": ("MixtralConfig", {"num_local_experts": 8, "num_experts_per_tok": 2}),
-    "T-QW2": (
-        "Qwen2MoeConfig",
-        {
-            "num_experts": 8,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 48,
-            "shared_expert_intermediate_size": 96,
-            "norm_topk_prob": False,
-        },
-    ),
-    "T-QW3": (
-        "Qwen3MoeConfig",
-        {
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
-            "norm_topk_prob": True,
-            "head_dim": 32,
-        },
-    ),
-    "T-OLM": ("OlmoeConfig", {"num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": False}),
-    "T-GLM-demo": (
-        "Glm4MoeConfig",
-        {
-            "n_routed_experts": 16,
-            "num_experts_per_tok": 12,
-            "moe_intermediate_size": 16,
-            "n_shared_experts": 4,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 12.0,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 0,
-            "partial_rotary_factor": 1.0,
-            "use_qk_norm": False,
-            "attention_bias": False,
-            "head_dim": 16,
-            "num_nextn_predict_layers": 0,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "T-LLA": ("LlamaConfig", {}),
-    "T-QWD": ("Qwen3Config", {"head_dim": 32}),
-}
-MOE_FIXTURES = ("T-MIX", "T-QW2", "T-QW3", "T-OLM", "T-GLM-demo")
-DENSE_FIXTURES = ("T-LLA", "T-QWD")
+# Families whose stacked experts are [E, in, out] in memory and in files.
+TRANSPOSED = ("gpt_oss", "llama4_text")
+# Tables and routers: rows that differ more than those of other matrices, so that choices are clear.
+TALL = ("embed_tokens.weight", "lm_head.weight", "gate.weight", "gate.wg.weight", "router.weight")
 
 
 @cache
@@ -131,16 +77,20 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> None:
     Matrices have about unit gain, so the logits of a row spread over several units and greedy choices are clear.
     """
     generator = torch.Generator().manual_seed(seed)
+    transposed = model.config.model_type in TRANSPOSED
     for name, tensor in sorted(model.state_dict().items()):
         noise = torch.randn(tensor.shape, generator=generator)
         if name.endswith("norm.weight"):
             value = 1 + 0.2 * noise
+        elif name.endswith(("e_score_correction_bias", *TALL)):
+            value = 0.3 * noise
         elif name.endswith("bias"):
             value = 0.1 * noise
-        elif name.endswith(("embed_tokens.weight", "lm_head.weight", "gate.weight")):
-            value = 0.3 * noise
+        elif name.endswith("sinks"):
+            value = noise
         else:
-            value = noise * tensor.shape[-1] ** -0.5
+            fan_in = tensor.shape[-2 if transposed and ".experts." in name else -1]
+            value = noise * fan_in**-0.5
         with torch.no_grad():
             tensor.copy_(value)
 
@@ -150,9 +100,21 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> None:
 
 @lru_cache(maxsize=8)
 def reference_model(path: Path) -> torch.nn.Module:
-    """Return REF for the folder: transformers, eager attention, fp32."""
+    """Return REF for the folder: transformers, eager attention, fp32; one mistake of it mended, see `mend_longrope`."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    if model.config.model_type == "phimoe":
+        mend_longrope(model.model.rotary_emb)
     return model.eval()
+
+
+def mend_longrope(rotary: torch.nn.Module) -> None:
+    """Let a phimoe rotary embedding use the frequencies that it chose for the length.
+
+    transformers 5.24 puts the long or the short ones into `inv_freq`, then computes the short ones again for every
+    length (only the amplitude follows the length); the model's authors and transformers' phi3 use what was chosen.
+    """
+    if rotary.rope_type == "longrope":
+        rotary.rope_init_fn = lambda config: (rotary.inv_freq, rotary.attention_scaling)
 
 
 @torch.no_grad()
