@@ -1,21 +1,27 @@
-"""Builds the `AttentionBatch` of a step from the numpy rows of a rank.
+"""Builds the `AttentionBatch` of a step and cache group from the numpy rows of a rank.
 
-Not attention: index arithmetic, once a step for all layers. Decode rows of similar length share a bucket, so that one
-long sequence does not make all others read padding.
+Not attention: index arithmetic, once a step for all layers of a group. Decode rows that read a similar number of blocks
+share a bucket, so that one long sequence does not make all others read padding. Of sequences with a window or chunks,
+only whole blocks from the first visible token on are read.
 Shapes: T rows, N decode rows, n blocks of a table; units: tokens, blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from ..kvcache.groups import first_visible, first_visible_rows
 from .batch import AttentionBatch, DecodeBucket, PrefillSegment
 
 SMALLEST_BUCKET_BLOCKS = 8  # reading a little padding costs less than one more call a layer
+# Rows behind a window are computed in pieces of about so many: each reads its rows and the window before them, so that
+# work and mask grow with the rows, not with their square.
+WINDOW_PIECE_ROWS = 512
 
 
 class SegmentRows(Protocol):
@@ -38,7 +44,7 @@ class SegmentRows(Protocol):
 
     @property
     def block_table(self) -> np.ndarray:
-        """[n] i64."""
+        """[n] i64; entries before the first visible token are never looked at."""
         ...
 
 
@@ -59,7 +65,7 @@ def build_attention_batch(
         slot_mapping: [T] i64, where each row's K and V go.
         segments: runs of rows of one sequence each.
         decode_lengths: [N] i64, tokens of the sequence of each of the first N rows of the step, its own included.
-        decode_tables: [N, n] i64, padded with block 0.
+        decode_tables: [N, n] i64; entries before the first visible token and behind the last are never looked at.
         block_size: tokens a block.
         device: where the tensors of the batch go.
         kind, window: of the cache group.
@@ -72,31 +78,68 @@ def build_attention_batch(
     def move(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device, non_blocking=True)
 
-    prefills = tuple(_segment(segment, move(segment.block_table)) for segment in segments)
+    prefills, read = [], 0
+    for segment in segments:
+        begin, end = segment.num_computed_tokens, segment.num_computed_tokens + segment.num_rows
+        read += end - first_visible(kind, window, begin)
+        for start, stop in pairwise(_edges(begin, end, window)):
+            first = first_visible(kind, window, start) // block_size
+            prefills.append(
+                PrefillSegment(
+                    row_start=segment.row_start + start - begin,
+                    num_rows=stop - start,
+                    num_computed_tokens=start,
+                    block_table=move(segment.block_table[first : (stop - 1) // block_size + 1]),
+                    num_keys=stop - first * block_size,
+                    mask=_segment_mask(kind, window, range(start, stop), first * block_size, device),
+                )
+            )
     decodes = []
     if len(decode_lengths):
-        num_blocks = -(-decode_lengths // block_size)
+        visible = first_visible_rows(kind, window, decode_lengths - 1)
+        read += int((decode_lengths - visible).sum())
+        first_block, last_block = visible // block_size, (decode_lengths - 1) // block_size
+        num_blocks = last_block - first_block + 1
+        starts, stops = visible - first_block * block_size, decode_lengths - first_block * block_size  # in keys
         bucket_of = np.ceil(np.log2(np.maximum(num_blocks, SMALLEST_BUCKET_BLOCKS))).astype(np.int64)
         for bucket in np.unique(bucket_of).tolist():
             members = np.flatnonzero(bucket_of == bucket)
-            lengths = decode_lengths[members]
-            most, num_keys = int(num_blocks[members].max()), int(lengths.max())
+            most, num_keys = int(num_blocks[members].max()), int(stops[members].max())
+            # Padding is masked, but multiplied: it must be a block of the sequence that is still its own.
+            at = np.minimum(first_block[members, None] + np.arange(most), last_block[members, None])
             mask = None
-            if num_keys != lengths.min():
-                mask = _mask(move(np.arange(num_keys)) < move(lengths)[:, None])[:, None, None]
+            behind_start = bool(starts[members].any())
+            if behind_start or num_keys != stops[members].min():
+                keys = move(np.arange(num_keys))
+                seen = keys < move(stops[members])[:, None]
+                if behind_start:
+                    seen &= keys >= move(starts[members])[:, None]
+                mask = _mask(seen)[:, None, None]
             decodes.append(
                 DecodeBucket(
                     rows=move(members),
-                    block_table=move(decode_tables[members, :most]),
-                    lengths=move(lengths),
+                    block_table=move(decode_tables[members[:, None], at]),
+                    lengths=move(decode_lengths[members]),
                     num_keys=num_keys,
                     mask=mask,
                 )
             )
-    read = int(decode_lengths.sum()) + sum(s.num_computed_tokens + s.num_rows for s in segments)
     return AttentionBatch(
-        slot_mapping=move(slot_mapping), prefills=prefills, decodes=tuple(decodes), kv_tokens_read=read
+        kind=kind,
+        window=window,
+        slot_mapping=move(slot_mapping),
+        prefills=tuple(prefills),
+        decodes=tuple(decodes),
+        kv_tokens_read=read,
     )
+
+
+def _edges(begin: int, end: int, window: int) -> list[int]:
+    """Cut positions [begin, end) into pieces, at absolute positions, so that chunks of a prompt share them."""
+    if not window:
+        return [begin, end]
+    rows = -(-WINDOW_PIECE_ROWS // window) * window
+    return [begin, *range((begin // rows + 1) * rows, end, rows), end]
 
 
 def _mask(visible: torch.Tensor) -> torch.Tensor:
@@ -106,16 +149,17 @@ def _mask(visible: torch.Tensor) -> torch.Tensor:
     return torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
 
 
-def _segment(rows: SegmentRows, block_table: torch.Tensor) -> PrefillSegment:
-    mask = None
-    if rows.num_computed_tokens and rows.num_rows > 1:
-        length = rows.num_computed_tokens + rows.num_rows
-        visible = torch.ones(rows.num_rows, length, dtype=torch.bool, device=block_table.device)
-        mask = _mask(visible.tril_(rows.num_computed_tokens))
-    return PrefillSegment(
-        row_start=rows.row_start,
-        num_rows=rows.num_rows,
-        num_computed_tokens=rows.num_computed_tokens,
-        block_table=block_table,
-        mask=mask,
-    )
+def _segment_mask(
+    kind: str, window: int, positions: range, first_key: int, device: torch.device
+) -> torch.Tensor | None:
+    """Return the mask of rows at `positions` over the keys from position `first_key` on, or None where none is needed."""
+    num_rows, own = len(positions), positions.start - first_key  # the first row is key number `own`
+    all_from_start = first_visible(kind, window, positions[-1]) <= first_key  # no row sees less than the last one
+    if all_from_start and (num_rows == 1 or not own):
+        return None
+    visible = torch.ones(num_rows, own + num_rows, dtype=torch.bool, device=device).tril_(own)
+    if not all_from_start:
+        starts = first_visible_rows(kind, window, np.arange(positions.start, positions.stop)) - first_key
+        keys = torch.arange(own + num_rows, device=device)
+        visible &= keys >= torch.from_numpy(starts).to(device, non_blocking=True)[:, None]
+    return _mask(visible)

@@ -1,7 +1,9 @@
-"""Attention over paged KV with torch: gathers blocks, then scaled_dot_product_attention.
+"""Attention over paged KV with torch: gathers blocks, then scaled_dot_product_attention or the products themselves.
 
 Not the fast path (native and Triton kernels will read blocks in place, behind this signature) and no KV write.
-Shapes: T rows, H query heads, Hkv KV heads, Dh head width, B rows of a bucket, n blocks, S = n * block_size tokens.
+Where scores are capped, sinks take part or values are narrower than keys, the steps are spelled out, in fp32.
+Shapes: T rows, H query heads, Hkv KV heads, G = H / Hkv, Dh and Dv widths of a head of K and V, B rows of a bucket,
+R rows of a segment, n blocks, S keys.
 """
 
 from __future__ import annotations
@@ -12,23 +14,27 @@ import torch.nn.functional as F
 from ..kvcache import KVStorage
 from .batch import AttentionBatch, AttentionOptions, DecodeBucket, PrefillSegment
 
+MOST_SCORES = 1 << 24  # held at once by the spelled-out path: 64 MiB
+
 
 def paged_attention(
     q: torch.Tensor, storage: KVStorage, layer: int, batch: AttentionBatch, options: AttentionOptions
 ) -> torch.Tensor:
-    """Let every row attend to the tokens of its sequence up to its own, which must be in storage already.
+    """Let every row attend to the visible tokens of its sequence up to its own, which must be in storage already.
 
     Args:
         q: [T, H, Dh], H a multiple of the KV heads.
         storage: holds K and V of `layer`.
         layer: decoder layer number.
-        batch: which rows read which blocks.
+        batch: which rows read which blocks; of the cache group that `layer` is in.
         options: what the layer does with its scores.
 
     Returns:
-        [T, H, Dh] in the dtype of `q`.
+        [T, H, Dv] in the dtype of `q`.
     """
     k, v = storage.layer(layer)
+    if options.sinks is not None or options.score_cap or k.shape[3] != v.shape[3]:
+        return _spelled_out(q, k, v, batch, options)
     scale = options.scale
     pieces = len(batch.prefills) + len(batch.decodes)
     if pieces == 1 and batch.decodes:
@@ -63,9 +69,8 @@ def _decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bucket: DecodeBuc
 
 def _prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segment: PrefillSegment, scale: float) -> torch.Tensor:
     """[R, H, Dh] over the blocks of one sequence, causal with an offset."""
-    length = segment.num_computed_tokens + segment.num_rows
-    keys = _gather(k, segment.block_table[None], length)  # [1, Hkv, length, Dh]
-    values = _gather(v, segment.block_table[None], length)
+    keys = _gather(k, segment.block_table[None], segment.num_keys)  # [1, Hkv, S, Dh]
+    values = _gather(v, segment.block_table[None], segment.num_keys)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         keys,
@@ -76,3 +81,82 @@ def _prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segment: Prefill
         enable_gqa=True,
     )  # [1, H, R, Dh]
     return out[0].transpose(0, 1)
+
+
+def _spelled_out(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: AttentionBatch, options: AttentionOptions
+) -> torch.Tensor:
+    """Do what `paged_attention` does, with any options, widths and kinds."""
+
+    def gather(block_table: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = _gather(k, block_table, num_keys).float()
+        if batch.kind == "latent":  # the values lie in the keys: read them once
+            return keys, keys[..., : v.shape[3]]
+        return keys, _gather(v, block_table, num_keys).float()
+
+    num_heads = q.shape[1]
+    out = q.new_empty(q.shape[0], num_heads, v.shape[3])
+    for bucket in batch.decodes:
+        step = max(1, MOST_SCORES // (num_heads * bucket.num_keys))
+        for i in range(0, len(bucket.rows), step):
+            rows = bucket.rows[i : i + step]
+            keys, values = gather(bucket.block_table[i : i + step], bucket.num_keys)
+            part = None if bucket.mask is None else bucket.mask[i : i + step, None]  # [B, 1, 1, 1, S]
+            found = _attend(q.index_select(0, rows)[:, None], keys, values, part, options)
+            out.index_copy_(0, rows, found[:, 0])
+    for segment in batch.prefills:
+        keys, values = gather(segment.block_table[None], segment.num_keys)
+        mask, start = segment.mask, segment.row_start
+        if mask is None and segment.num_rows > 1:
+            mask = torch.ones(segment.num_rows, segment.num_keys, dtype=torch.bool, device=q.device).tril_()
+        step = max(1, MOST_SCORES // (num_heads * segment.num_keys))
+        for i in range(0, segment.num_rows, step):
+            stop = min(i + step, segment.num_rows)
+            part = None if mask is None else mask[i:stop]
+            out[start + i : start + stop] = _attend(q[None, start + i : start + stop], keys, values, part, options)[0]
+    return out
+
+
+def _attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """Score, cap, mask, softmax with sinks, and sum the values, all in fp32.
+
+    The query heads of a KV head, and the rows of a segment, are rows of one product, so KV is not expanded.
+
+    Args:
+        q: [B, R, H, Dh].
+        keys: [B, Hkv, S, Dh] f32.
+        values: [B, Hkv, S, Dv] f32.
+        mask: broadcasts to [B, Hkv, G, R, S]; f32 to add, or bool (true attends).
+        options: of the layer.
+
+    Returns:
+        [B, R, H, Dv] in the dtype of `q`.
+    """
+    batch, rows, num_heads, head_dim = q.shape
+    num_kv_heads, num_keys, value_dim = values.shape[1:]
+    group = num_heads // num_kv_heads
+    grouped = q.view(batch, rows, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4).float() * options.scale
+    scores = grouped.reshape(batch, num_kv_heads, group * rows, head_dim) @ keys.transpose(2, 3)
+    scores = scores.view(batch, num_kv_heads, group, rows, num_keys)
+    if options.score_cap:
+        scores = scores.div_(options.score_cap).tanh_().mul_(options.score_cap)
+    if mask is not None:
+        scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
+    largest = scores.amax(-1, keepdim=True)
+    if options.sinks is None:
+        weights = scores.sub_(largest).exp_()
+        total = weights.sum(-1, keepdim=True)
+    else:
+        sinks = options.sinks.view(num_kv_heads, group, 1, 1)
+        largest = torch.maximum(largest, sinks)
+        weights = scores.sub_(largest).exp_()
+        total = weights.sum(-1, keepdim=True).add_((sinks - largest).exp_())
+    out = weights.view(batch, num_kv_heads, group * rows, num_keys) @ values
+    out = out.view(batch, num_kv_heads, group, rows, value_dim).div_(total)
+    return out.permute(0, 3, 1, 2, 4).reshape(batch, rows, num_heads, value_dim).to(q.dtype)
