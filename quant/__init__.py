@@ -2,6 +2,7 @@
 
 from .formats import FORMATS, NumberFormat, parse_format
 from .linear import dense, linear
+from .quantization import Quantization
 from .tensor import FP8_BLOCK, MXFP4, MXFP4_SCHEME, QuantScheme, QuantTensor
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "NumberFormat",
     "QuantScheme",
     "QuantTensor",
+    "Quantization",
     "dense",
     "linear",
     "parse_format",

@@ -14,7 +14,7 @@ import torch
 MXFP4, FP8_BLOCK = "mxfp4", "fp8_block"
 # e2m1: sign, two bits of exponent, one of mantissa (Open Compute Project, Microscaling formats, 2023).
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-E8M0_BIAS = 127
+E8M0_BIAS, E8M0_NAN = 127, 255
 DATA_DTYPES = {MXFP4: torch.uint8, FP8_BLOCK: torch.float8_e4m3fn}
 SCALE_DTYPES = {MXFP4: torch.uint8, FP8_BLOCK: torch.float32}
 
@@ -118,8 +118,9 @@ def _section_scales(tensor: QuantTensor) -> Iterator[torch.Tensor]:
 def _from_mxfp4(data: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Tensor:
     codes = torch.stack([data & 15, data >> 4], dim=-1).flatten(-2).to(torch.int32)  # [.., N, D]
     numbers = torch.tensor(E2M1, device=data.device)[codes]
-    exponents = scales.to(torch.int32) - E8M0_BIAS
-    return torch.ldexp(numbers, exponents.repeat_interleave(block, dim=-1)[..., : numbers.shape[-1]])
+    powers = torch.ldexp(torch.ones((), device=data.device), scales.to(torch.int32) - E8M0_BIAS)
+    powers.masked_fill_(scales == E8M0_NAN, torch.nan)
+    return numbers * powers.repeat_interleave(block, dim=-1)
 
 
 def _from_fp8(data: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
