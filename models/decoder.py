@@ -7,20 +7,26 @@ Shapes: T rows of this rank, S rows that sample, D width, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 import torch.nn.functional as F
 
 from ..attention.batch import AttentionBatch
 from ..kvcache import KVStorage
-from ..moe.layer import MoELayer, num_bytes
+from ..moe.experts import gated_ffn
+from ..moe.layer import MoELayer, count_pass, num_bytes
 from ..moe.wide_ep.exchange import Exchange
 from ..moe.wide_ep.placement import ExpertPlacement
 from ..telemetry import RankCounters, RankProgress
 from .config import ModelConfig
-from .layers import AttentionBlock, Rotary, dense_ffn, rms_norm
-from .weights import LayerWeights, ModelWeights
+from .latent import LatentAttentionBlock
+from .layers import AttentionBlock, Norm, RowPositions, query_temperature
+from .rotary import Rotary
+from .weights import DenseFFN, LayerWeights, ModelWeights
+
+# Of a `LayerWeights`: what is not read by its attention.
+_FFN_FIELDS = ("post_attention_norm", "post_attention_norm_bias", "dense", "moe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +36,28 @@ class ForwardBatch:
     Attributes:
         input_ids: [T] i64.
         positions: [T] i64, from 0 in each sequence.
-        attention: which blocks each row reads and writes.
+        attention: which blocks each row reads and writes, one a cache group, in the order of the storage's groups.
         sample_rows: [S] i64, rows whose logits are wanted.
+        long_rows: [T] bool, rows of sequences that may grow beyond the length that the rotary embedding was made for;
+            None where the model has but one set of frequencies.
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
-    attention: AttentionBatch
+    attention: tuple[AttentionBatch, ...]
     sample_rows: torch.Tensor
+    long_rows: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """One decoder layer, ready to run; exactly one of `dense` and `moe` is set."""
+
+    input_norm: Norm
+    attention: AttentionBlock | LatentAttentionBlock
+    post_attention_norm: Norm
+    dense: DenseFFN | None
+    moe: MoELayer | None
 
 
 class Decoder:
@@ -64,22 +84,17 @@ class Decoder:
         counters: RankCounters,
         progress: RankProgress | None = None,
     ) -> None:
-        self._config, self._weights = config, weights
+        self._config, self._weights, self._exchange = config, weights, exchange
         self._counters, self._progress = counters, progress
-        rotary = Rotary(config.rotary, weights.embedding.device)
-        self._rotary = rotary
-        self._attention = [
-            AttentionBlock(config, layer, layer=i, rotary=rotary) for i, layer in enumerate(weights.layers)
-        ]
-        self._moe: list[MoELayer | None] = []
+        self._rotary = Rotary(config.rotary, weights.embedding.device)
+        self._final_norm = Norm(config, weights.final_norm, weights.final_norm_bias)
+        self._layers: list[_Layer] = []
         for i, layer in enumerate(weights.layers):
-            if layer.moe is None:
-                self._moe.append(None)
-                continue
-            assert config.moe is not None and placement is not None
-            self._moe.append(
-                MoELayer(
-                    config.moe.routing,
+            moe = None
+            if layer.moe is not None:
+                assert config.moe is not None and placement is not None
+                moe = MoELayer(
+                    config.moe,
                     layer.moe,
                     placement=placement,
                     moe_layer=config.moe_layers.index(i),
@@ -88,9 +103,20 @@ class Decoder:
                     counters=counters,
                     progress=progress,
                 )
+            block = AttentionBlock if config.latent is None else LatentAttentionBlock
+            self._layers.append(
+                _Layer(
+                    input_norm=Norm(config, layer.input_norm, layer.input_norm_bias),
+                    attention=block(config, layer, layer=i, rotary=self._rotary),
+                    post_attention_norm=Norm(config, layer.post_attention_norm, layer.post_attention_norm_bias),
+                    dense=layer.dense,
+                    moe=moe,
+                )
             )
+        self._moe_layers = [layer.moe for layer in self._layers if layer.moe is not None]
         self._attention_bytes = sum(map(_attention_bytes, weights.layers))
-        self._dense_bytes = sum(map(_dense_bytes, weights.layers)) + num_bytes(weights.final_norm)
+        self._dense_bytes = sum(map(_dense_bytes, weights.layers))
+        self._dense_bytes += num_bytes(weights.final_norm, weights.final_norm_bias)
 
     @property
     def config(self) -> ModelConfig:
@@ -103,48 +129,88 @@ class Decoder:
         Returns:
             [T, D] hidden states after the final norm.
         """
-        eps = self._config.norm_eps
+        config = self._config
         x = F.embedding(batch.input_ids, self._weights.embedding)  # [T, D]
+        if config.embedding_multiplier != 1.0:
+            x = x * config.embedding_multiplier
         has_rows = x.shape[0] > 0
         if has_rows:
-            angles = self._rotary.angles(batch.positions)
-            self._count_weights(x)
-        for i, (layer, attention, moe) in enumerate(zip(self._weights.layers, self._attention, self._moe)):
+            positions = self._positions(batch)
+        for i, layer in enumerate(self._layers):
             if has_rows:
-                x = x + attention(rms_norm(x, layer.input_norm, eps), angles, storage, batch.attention)
-                self._count_kv(i, x.shape[0], batch.attention, storage)
-            if moe is not None:
-                x = x + moe(rms_norm(x, layer.post_attention_norm, eps))
+                attention = batch.attention[storage.group_of(i)]
+                added = layer.attention(self._before(x, layer.input_norm), positions, storage, attention)
+                x = self._add(x, added, layer.input_norm)
+            if layer.moe is not None:
+                added = layer.moe(self._before(x, layer.post_attention_norm))
+                x = self._add(x, added, layer.post_attention_norm)
             elif has_rows:
                 assert layer.dense is not None
-                x = x + dense_ffn(rms_norm(x, layer.post_attention_norm, eps), layer.dense)
+                added = gated_ffn(self._before(x, layer.post_attention_norm), layer.dense)
+                x = self._add(x, added, layer.post_attention_norm)
             if self._progress is not None:
                 self._progress.tick()
-        return rms_norm(x, self._weights.final_norm, eps)
+        self._count(batch, storage, x)
+        return self._final_norm(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of `hidden` [S, D]: [S, V] f32."""
+        config, weights = self._config, self._weights
         if hidden.shape[0]:
-            self._counters.add_bytes("dense", num_bytes(self._weights.head))
-        return F.linear(hidden, self._weights.head).float()
+            self._counters.add_bytes("dense", num_bytes(weights.head, weights.head_bias))
+        logits = F.linear(hidden, weights.head, weights.head_bias).float()
+        if config.logits_multiplier != 1.0:
+            logits = logits * config.logits_multiplier
+        if config.logits_cap:
+            logits = (logits / config.logits_cap).tanh_().mul_(config.logits_cap)
+        return logits
 
-    def _count_weights(self, x: torch.Tensor) -> None:
-        """Count weights that a step with rows reads once: all but routed experts (moe/layer.py) and the head."""
-        counters = self._counters
+    def _positions(self, batch: ForwardBatch) -> RowPositions:
+        temperature = self._config.query_temperature
+        return RowPositions(
+            angles=self._rotary.angles(batch.positions, batch.long_rows),
+            temperature=None if temperature is None else query_temperature(temperature, batch.positions),
+        )
+
+    def _before(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """Return what goes into a block."""
+        return x if self._config.norm_after else norm(x)
+
+    def _add(self, x: torch.Tensor, added: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """Return the residual stream with what a block adds to it."""
+        if self._config.norm_after:
+            added = norm(added)
+        if self._config.residual_multiplier != 1.0:
+            added = added * self._config.residual_multiplier
+        return x + added
+
+    def _count(self, batch: ForwardBatch, storage: KVStorage, x: torch.Tensor) -> None:
+        """Count what a pass read and wrote: all weights once but the head, experts that were hit, KV, activations."""
+        counters, num_rows = self._counters, x.shape[0]
+        if self._moe_layers:
+            count_pass(self._moe_layers, counters, has_rows=num_rows > 0)
+        counters.add_bytes("exchange", self._exchange.bytes_sent())
+        if not num_rows:
+            return
         counters.add_bytes("attention", self._attention_bytes)
         counters.add_bytes("dense", self._dense_bytes + num_bytes(x))  # x: embedding rows read
         # The residual stream, read and written around each half of a layer; what a half keeps in cache is not counted.
-        counters.add_bytes("activations", 4 * len(self._weights.layers) * num_bytes(x))
+        counters.add_bytes("activations", 4 * len(self._layers) * num_bytes(x))
+        for group, attention in zip(storage.groups, batch.attention, strict=True):
+            counters.add_bytes("kv", (attention.kv_tokens_read + num_rows) * group.bytes_per_token())
 
-    def _count_kv(self, layer: int, num_rows: int, batch: AttentionBatch, storage: KVStorage) -> None:
-        self._counters.add_bytes("kv", (batch.kv_tokens_read + num_rows) * storage.bytes_per_token(layer))
+
+def _held_bytes(node: object) -> int:
+    """Return the bytes of a tensor, or of all tensors of a record."""
+    if isinstance(node, torch.Tensor):
+        return num_bytes(node)
+    return sum(_held_bytes(getattr(node, item.name)) for item in fields(node)) if is_dataclass(node) else 0
 
 
 def _attention_bytes(layer: LayerWeights) -> int:
-    return num_bytes(layer.input_norm, layer.qkv, layer.qkv_bias, layer.o, layer.o_bias, layer.q_norm, layer.k_norm)
+    return sum(_held_bytes(getattr(layer, item.name)) for item in fields(layer) if item.name not in _FFN_FIELDS)
 
 
 def _dense_bytes(layer: LayerWeights) -> int:
     """Weights of a layer that are neither attention's nor the MoE layer's own affair (it counts router and shared)."""
-    dense = layer.dense
-    return num_bytes(layer.post_attention_norm, *((dense.w13, dense.w2) if dense is not None else ()))
+    return num_bytes(layer.post_attention_norm, layer.post_attention_norm_bias) + _held_bytes(layer.dense)

@@ -1,10 +1,13 @@
-"""The parts of a decoder layer that no expert takes part in: norms, rotary embedding, gated FFN, attention block.
+"""The parts of a decoder layer that no expert takes part in: norms and the attention block over heads of K and V.
 
-Not kernels (those stand behind `attention` and `moe`) and no weights of their own: functions and small objects over
-the tensors of `models.weights`. Shapes: T rows, D width, H query heads, Hkv KV heads, Dh head width.
+Not latent attention (models/latent.py), not rotary tables (models/rotary.py), no kernels (those stand behind
+`attention` and `moe`) and no weights of their own: small objects over the tensors of `models.weights`.
+Shapes: T rows, D width, H query heads, Hkv KV heads, Dh head width.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +15,22 @@ import torch.nn.functional as F
 from ..attention.batch import AttentionBatch, AttentionOptions
 from ..attention.paged import paged_attention
 from ..kvcache import KVStorage
-from ..moe.experts import swiglu
-from .config import ModelConfig, RotaryConfig
-from .weights import DenseFFN, LayerWeights
+from ..quant import linear
+from .config import ModelConfig, QueryTemperature
+from .rotary import Angles, Rotary
+from .weights import LayerWeights
+
+
+class RowPositions(NamedTuple):
+    """What the positions of a step's rows mean to every layer; made once a step.
+
+    Attributes:
+        angles: of the rotary embedding.
+        temperature: [T, 1, 1] f32, factor on the queries of layers without rotary; None where there is none.
+    """
+
+    angles: Angles
+    temperature: torch.Tensor | None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -26,40 +42,37 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x, weight.shape[-1:], None, eps).mul_(weight)
 
 
-def dense_ffn(x: torch.Tensor, weights: DenseFFN) -> torch.Tensor:
-    """Return down(silu(gate(x)) * up(x)): [T, D] -> [T, D]."""
-    return F.linear(swiglu(F.linear(x, weights.w13)), weights.w2)
-
-
-class Rotary:
-    """Rotary position embedding in the half-split form (Su et al., 2021); cos and sin are kept in fp32.
+class Norm:
+    """The norm around a block, over rows of D elements: RMSNorm, or LayerNorm with a bias (Ba et al., 2016).
 
     Args:
-        config: base and how many leading elements of a head rotate.
-        device: of the tables.
+        config: says which, and eps.
+        weight: [D].
+        bias: [D] of a LayerNorm.
     """
 
-    def __init__(self, config: RotaryConfig, device: torch.device) -> None:
-        self._rotary_dim = config.rotary_dim
-        exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.int64).float() / config.rotary_dim
-        self._inverse = (1.0 / (config.theta**exponents)).to(device)  # [rotary_dim / 2]
+    def __init__(self, config: ModelConfig, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        assert config.norm in ("rms", "layer"), config.norm
+        assert (bias is None) == (config.norm == "rms"), f"norm {config.norm!r}, but its bias says otherwise"
+        self._weight, self._bias, self._eps = weight, bias, config.norm_eps
 
-    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin of each row's position, once a step: [T, 1, rotary_dim] f32, both halves filled.
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` [T, D], normed."""
+        if self._bias is None:
+            return rms_norm(x, self._weight, self._eps)
+        return F.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
 
-        The first half of sin is negated, so that `rotate` needs no negated copy of the heads.
-        """
-        angle = positions.float()[:, None] * self._inverse  # [T, rotary_dim / 2]
-        cos, sin = angle.cos(), angle.sin()
-        return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
 
-    def rotate(self, heads: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Rotate [T, heads, Dh] in fp32, rounded once; elements past `rotary_dim` pass through."""
-        cos, sin = angles
-        partial = heads.shape[-1] > self._rotary_dim
-        wide = (heads[..., : self._rotary_dim] if partial else heads).float()
-        turned = (wide * cos).addcmul_(wide.roll(self._rotary_dim // 2, -1), sin).to(heads.dtype)
-        return torch.cat([turned, heads[..., self._rotary_dim :]], dim=-1) if partial else turned
+def query_temperature(config: QueryTemperature, positions: torch.Tensor) -> torch.Tensor:
+    """Return the factor on the queries of each row: positions [T] -> [T, 1, 1] f32."""
+    steps = ((positions.float() + 1.0) / config.floor_scale).floor()
+    return (steps.log1p() * config.scale + 1.0)[:, None, None]
+
+
+def attention_options(config: ModelConfig, weights: LayerWeights) -> AttentionOptions:
+    """Return what a layer does with its scores."""
+    assert config.sinks == (weights.sinks is not None), "sinks, but their weights are missing, or the other way round"
+    return AttentionOptions(scale=config.attention_scale, score_cap=config.score_cap, sinks=weights.sinks)
 
 
 class AttentionBlock:
@@ -73,14 +86,18 @@ class AttentionBlock:
     """
 
     def __init__(self, config: ModelConfig, weights: LayerWeights, *, layer: int, rotary: Rotary) -> None:
-        self._weights, self._layer, self._rotary = weights, layer, rotary
+        assert weights.qkv is not None, "heads of K and V, but no weights that make them"
+        self._weights, self._qkv, self._layer, self._eps = weights, weights.qkv, layer, config.norm_eps
         self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self._eps, self._qk_norm = config.norm_eps, config.qk_norm
-        self._options = AttentionOptions(config.attention_scale)
-        widths = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
-        self._full_widths = widths
-        self._sizes = [sum(widths), widths[1]]
-        if self._qk_norm is not None:
+        self._options = attention_options(config, weights)
+        self._rotary = rotary if config.attention_of(layer).rotary else None
+        kv_width = config.num_kv_heads * config.head_dim
+        self._sizes = [config.num_heads * config.head_dim + kv_width, kv_width]
+        self._qk_norm = config.qk_norm
+        if self._qk_norm == "unit" and self._rotary is None:
+            self._qk_norm = None
+        self._norm_after_rotary = config.qk_norm_after_rotary
+        if self._qk_norm in ("head", "full"):
             assert weights.q_norm is not None and weights.k_norm is not None, "QK-norm, but its weights are missing"
         if self._qk_norm == "head":  # one norm for all heads of q and k: [H + Hkv, Dh]
             assert weights.q_norm is not None and weights.k_norm is not None
@@ -88,28 +105,32 @@ class AttentionBlock:
             self._head_norm = torch.cat(parts)
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        storage: KVStorage,
-        batch: AttentionBatch,
+        self, x: torch.Tensor, positions: RowPositions, storage: KVStorage, batch: AttentionBatch
     ) -> torch.Tensor:
         """Return what attention adds to the residual: [T, D] -> [T, D], T > 0. Writes K and V of all rows first."""
         w, num_heads, num_kv_heads, head_dim = self._weights, self._num_heads, self._num_kv_heads, self._head_dim
-        qk, v = F.linear(x, w.qkv, w.qkv_bias).split_with_sizes(self._sizes, dim=-1)
-        if self._qk_norm == "full":
-            qk = self._norm_full(qk)
+        qk, v = linear(x, self._qkv, w.qkv_bias).split_with_sizes(self._sizes, dim=-1)
         qk = qk.view(-1, num_heads + num_kv_heads, head_dim)  # [T, H + Hkv, Dh]
-        if self._qk_norm == "head":
-            qk = rms_norm(qk, self._head_norm, self._eps)
-        q, k = self._rotary.rotate(qk, angles).split_with_sizes([num_heads, num_kv_heads], dim=1)
+        if self._qk_norm is not None and not self._norm_after_rotary:
+            qk = self._norm_heads(qk)
+        if self._rotary is not None:
+            qk = self._rotary.rotate(qk, positions.angles)
+        if self._qk_norm is not None and self._norm_after_rotary:
+            qk = self._norm_heads(qk)
+        q, k = qk.split_with_sizes([num_heads, num_kv_heads], dim=1)
+        if self._rotary is None and positions.temperature is not None:
+            q = (q * positions.temperature).to(q.dtype)
         storage.write(self._layer, k, v.view(-1, num_kv_heads, head_dim), batch.slot_mapping)
         out = paged_attention(q, storage, self._layer, batch, self._options)  # [T, H, Dh]
-        return F.linear(out.view(-1, num_heads * head_dim), w.o, w.o_bias)
+        return linear(out.reshape(-1, num_heads * head_dim), w.o, w.o_bias)
 
-    def _norm_full(self, qk: torch.Tensor) -> torch.Tensor:
-        """Norm over all heads of q together, and over all of k."""
+    def _norm_heads(self, qk: torch.Tensor) -> torch.Tensor:
+        """Norm each head, or all heads of q together and all of k: [T, H + Hkv, Dh]."""
+        if self._qk_norm == "head":
+            return rms_norm(qk, self._head_norm, self._eps)
+        if self._qk_norm == "unit":
+            return F.rms_norm(qk, qk.shape[-1:], None, self._eps)
         w = self._weights
         assert w.q_norm is not None and w.k_norm is not None
-        q, k = qk.split_with_sizes(self._full_widths, dim=-1)
-        return torch.cat([rms_norm(q, w.q_norm, self._eps), rms_norm(k, w.k_norm, self._eps)], dim=-1)
+        q, k = qk.flatten(1).split_with_sizes([w.q_norm.shape[0], w.k_norm.shape[0]], dim=-1)
+        return torch.cat([rms_norm(q, w.q_norm, self._eps), rms_norm(k, w.k_norm, self._eps)], dim=-1).view_as(qk)

@@ -1,4 +1,4 @@
-"""The gated FFNs of the experts of one rank, over rows sorted by slot.
+"""Gated FFNs: those of the experts of one rank, over rows sorted by slot, and one FFN for all rows.
 
 Not routing and no weights of tokens: rows come out unweighted, in the activation dtype, in the order they came in.
 Letters: M rows, S slots of this rank, D width, F expert width.
@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+
+from ..quant import QuantTensor, dense, linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,30 @@ class Activation:
 SILU = Activation()
 
 
+class GatedFFN(Protocol):
+    """One gated FFN for all rows; `models.weights.DenseFFN` is one."""
+
+    @property
+    def w13(self) -> torch.Tensor | QuantTensor:
+        """[2F, D], gate rows first."""
+        ...
+
+    @property
+    def w2(self) -> torch.Tensor | QuantTensor:
+        """[D, F]."""
+        ...
+
+    @property
+    def b13(self) -> torch.Tensor | None:
+        """[2F]."""
+        ...
+
+    @property
+    def b2(self) -> torch.Tensor | None:
+        """[D]."""
+        ...
+
+
 @dataclass(kw_only=True)
 class ExpertWeights:
     """The experts of one layer that a rank holds, in slot order.
@@ -43,40 +70,56 @@ class ExpertWeights:
         b2: [S, D].
     """
 
-    w13: torch.Tensor
-    w2: torch.Tensor
+    w13: torch.Tensor | QuantTensor
+    w2: torch.Tensor | QuantTensor
     b13: torch.Tensor | None = None
     b2: torch.Tensor | None = None
 
     @property
     def bytes_per_slot(self) -> int:
         """Exact bytes of one expert."""
-        parts = (t for t in (self.w13, self.w2, self.b13, self.b2) if t is not None)
-        return sum(math.prod(t.shape[1:]) * t.element_size() for t in parts)
+        tensors: list[torch.Tensor] = []
+        for part in (self.w13, self.w2, self.b13, self.b2):
+            if part is not None:
+                tensors += [part.data, part.scales] if isinstance(part, QuantTensor) else [part]
+        return sum(math.prod(t.shape[1:]) * t.element_size() for t in tensors)
 
     @cached_property
     def has_grouped_product(self) -> bool:
         """True where torch multiplies all slots in one call: on a CPU, from 2.10 on, with rows of whole 16 bytes."""
+        if isinstance(self.w13, QuantTensor) or isinstance(self.w2, QuantTensor):
+            return False
         aligned = all(t.shape[2] * t.element_size() % 16 == 0 for t in (self.w13, self.w2))
         return hasattr(F, "grouped_mm") and self.w13.device.type == "cpu" and aligned
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up of rows that hold gate first, then up: [M, 2F] -> [M, F]."""
+def activate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Return what goes into the second product, from rows that hold gate first, then up: [M, 2F] -> [M, F]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    if activation.kind == "silu":
+        return F.silu(gate).mul_(up)
+    gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return (gate * activation.alpha).sigmoid_().mul_(gate).mul_(up.add_(1))
 
 
-def grouped_ffn(rows: torch.Tensor, tokens_per_slot: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
+def gated_ffn(x: torch.Tensor, weights: GatedFFN, activation: Activation = SILU) -> torch.Tensor:
+    """Run all rows through one gated FFN: [T, D] -> [T, D]."""
+    return linear(activate(linear(x, weights.w13, weights.b13), activation), weights.w2, weights.b2)
+
+
+def grouped_ffn(
+    rows: torch.Tensor, tokens_per_slot: torch.Tensor, weights: ExpertWeights, activation: Activation = SILU
+) -> torch.Tensor:
     """Run each row through the expert of its slot.
 
     One matrix product a slot that has rows; the weights of a slot without rows are not read. Every output row is
-    written by exactly one product, so nothing uninitialised can come out.
+    written by exactly one product, so nothing uninitialised can come out. Biases are added to the rounded product.
 
     Args:
         rows: [M, D] sorted by slot.
         tokens_per_slot: [S] i64 on the CPU, sums to M.
         weights: the experts of the S slots.
+        activation: between the two products.
 
     Returns:
         [M, D] in the dtype of `rows`, unweighted.
@@ -90,24 +133,38 @@ def grouped_ffn(rows: torch.Tensor, tokens_per_slot: torch.Tensor, weights: Expe
     if not rows.shape[0]:
         return rows.new_empty(rows.shape)
     product = grouped_product if weights.has_grouped_product else product_per_slot
-    hidden = swiglu(product(rows, ends, weights.w13))  # [M, F]
-    return product(hidden, ends, weights.w2)
+    slots = None
+    if weights.b13 is not None or weights.b2 is not None:
+        slots = torch.repeat_interleave(tokens_per_slot).to(rows.device)  # [M] i64
+    hidden = _add_bias(product(rows, ends, weights.w13), slots, weights.b13)  # [M, 2F]
+    return _add_bias(product(activate(hidden, activation), ends, weights.w2), slots, weights.b2)
 
 
-def grouped_product(rows: torch.Tensor, ends: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+def _add_bias(output: torch.Tensor, slots: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    if bias is None or slots is None:
+        return output
+    return output.add_(bias.index_select(0, slots))
+
+
+def grouped_product(rows: torch.Tensor, ends: torch.Tensor, matrices: torch.Tensor | QuantTensor) -> torch.Tensor:
     """Return rows [M, in] times the transposed matrix of their slot [S, out, in], in one call: [M, out].
 
     `ends` [S] i64: slot s has the rows from ends[s - 1] (0 for the first) up to ends[s].
     """
+    assert isinstance(matrices, torch.Tensor), "quantised experts have no grouped product"
     return F.grouped_mm(rows, matrices.transpose(1, 2), offs=ends.to(torch.int32))
 
 
-def product_per_slot(rows: torch.Tensor, ends: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-    """Return what `grouped_product` returns, with one call a slot that has rows; takes any width and any device."""
+def product_per_slot(rows: torch.Tensor, ends: torch.Tensor, matrices: torch.Tensor | QuantTensor) -> torch.Tensor:
+    """Return what `grouped_product` returns, with one call a slot that has rows; takes any width, device and format.
+
+    A quantised matrix is dequantised alone, when its turn comes, so that one of them at most is held as numbers.
+    """
     output = rows.new_empty(rows.shape[0], matrices.shape[1])
     start = 0
     for slot, end in enumerate(ends.tolist()):
         if end > start:
-            torch.mm(rows[start:end], matrices[slot].T, out=output[start:end])
+            matrix = matrices.select(slot) if isinstance(matrices, QuantTensor) else matrices[slot]
+            torch.mm(rows[start:end], dense(matrix, rows.dtype).T, out=output[start:end])
         start = end
     return output

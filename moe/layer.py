@@ -7,29 +7,36 @@ Suffixes: T tokens of this rank, D width, E logical experts, K top-k, M rows rec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ..quant import QuantTensor
 from ..telemetry import RankCounters, RankProgress
-from .experts import ExpertWeights, grouped_ffn, swiglu
+from .experts import Activation, ExpertWeights, GatedFFN, gated_ffn, grouped_ffn
 from .routing import RoutingConfig, route
 from .wide_ep import Exchange, ExpertPlacement, assign_replicas, replica_table
 
 
-class GatedFFN(Protocol):
-    """down(silu(gate(x)) * up(x)) with w13 [2F, D] and w2 [D, F]; `models.weights.DenseFFN` is one."""
+class ExpertSwitches(Protocol):
+    """What differs between the MoE layers of one model and of another; `models.config.MoEConfig` has it."""
 
     @property
-    def w13(self) -> torch.Tensor:
-        """[2F, D], gate rows first."""
+    def routing(self) -> RoutingConfig:
+        """How logits become experts."""
         ...
 
     @property
-    def w2(self) -> torch.Tensor:
-        """[D, F]."""
+    def activation(self) -> Activation:
+        """Of routed experts."""
+        ...
+
+    @property
+    def weigh_input(self) -> bool:
+        """A token's weight multiplies what goes into its only expert, not what comes out."""
         ...
 
 
@@ -44,6 +51,11 @@ class LayerExperts(Protocol):
     @property
     def experts(self) -> ExpertWeights:
         """Of the local slots, in slot order."""
+        ...
+
+    @property
+    def router_bias(self) -> torch.Tensor | None:
+        """[E]."""
         ...
 
     @property
@@ -62,28 +74,33 @@ class LayerExperts(Protocol):
         ...
 
 
-def num_bytes(*tensors: torch.Tensor | None) -> int:
+def num_bytes(*tensors: torch.Tensor | QuantTensor | None) -> int:
     """Return what `tensors` take in memory, None for those that do not exist."""
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+    return sum(t.num_bytes if isinstance(t, QuantTensor) else t.nbytes for t in tensors if t is not None)
 
 
 class MoELayer:
     """One MoE layer on one rank.
 
     Args:
-        routing: how logits become experts.
+        switches: routing, activation, and where weights multiply.
         weights: router, experts of this rank's slots, shared experts.
         placement: of all experts of the group.
         moe_layer: number of this layer among MoE layers.
         rank: this rank in the group.
         exchange: joins the ranks.
-        counters: where bytes and tokens are counted.
+        counters: where experts without an owner are counted.
         progress: ticked before and after each collective; None in tests.
+
+    Attributes:
+        tokens_per_slot: [S] i64, rows that reached each slot in the last call (`count_pass` adds them up).
+        bytes_per_slot, router_bytes, shared_bytes: weights that a call reads: one slot's, the router's, the shared
+            experts'.
     """
 
     def __init__(
         self,
-        routing: RoutingConfig,
+        switches: ExpertSwitches,
         weights: LayerExperts,
         *,
         placement: ExpertPlacement,
@@ -93,11 +110,15 @@ class MoELayer:
         counters: RankCounters,
         progress: RankProgress | None = None,
     ) -> None:
-        assert weights.experts.w13.shape[0] == placement.num_local_slots(rank), (weights.experts.w13.shape, rank)
+        num_slots, routing = placement.num_local_slots(rank), switches.routing
+        assert weights.experts.w13.shape[0] == num_slots, (weights.experts.w13.shape, rank)
+        assert not switches.weigh_input or routing.top_k == 1, "a row that is weighed first goes to one expert"
         device = weights.router.device
         self._routing, self._moe_layer, self._exchange = routing, moe_layer, exchange
+        self._activation, self._weigh_input = switches.activation, switches.weigh_input
         self._counters, self._progress = counters, progress
         self._router = weights.router.float()  # [E, D]: logits are computed in fp32
+        self._router_bias = None if weights.router_bias is None else weights.router_bias.float()
         self._selection_bias = weights.selection_bias
         self._experts, self._shared, self._shared_gate = weights.experts, weights.shared, weights.shared_gate
         self._placement, self._rank = placement, rank
@@ -105,30 +126,36 @@ class MoELayer:
         self._all_owned = bool((replica_table(placement, moe_layer, rank)[:-1] >= 0).all())
         self._no_ids = torch.empty(0, routing.top_k, dtype=torch.int32, device=device)
         self._no_weights = torch.empty(0, routing.top_k, device=device)
-        self._bytes_per_slot = weights.experts.bytes_per_slot
-        self._router_bytes = num_bytes(self._router, weights.selection_bias)
-        shared = weights.shared
-        self._shared_bytes = num_bytes(shared.w13, shared.w2, weights.shared_gate) if shared is not None else 0
+        self.tokens_per_slot = torch.zeros(num_slots, dtype=torch.int64)
+        self.bytes_per_slot = weights.experts.bytes_per_slot
+        self.router_bytes = num_bytes(self._router, self._router_bias, weights.selection_bias)
+        self.shared_bytes = num_bytes(weights.shared_gate)
+        if weights.shared is not None:
+            shared = weights.shared
+            self.shared_bytes += num_bytes(shared.w13, shared.w2, shared.b13, shared.b2)
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Return what the experts add to the residual: [T, D] -> [T, D]."""
         num_tokens = x_TD.shape[0]
         physical_ids_TK, topk_weights_TK = self._choose(x_TD) if num_tokens else (self._no_ids, self._no_weights)
+        sent_TD = x_TD
+        if self._weigh_input:
+            sent_TD = x_TD * topk_weights_TK.to(x_TD.dtype)
+            topk_weights_TK = torch.ones_like(topk_weights_TK)
         self._tick()
-        dispatched = self._exchange.dispatch(x_TD, physical_ids_TK)
+        dispatched = self._exchange.dispatch(sent_TD, physical_ids_TK)
         self._tick()
-        tokens_per_slot = dispatched.tokens_per_slot
-        rows_MD = grouped_ffn(dispatched.rows, tokens_per_slot, self._experts)
-        self._count(tokens_per_slot.numpy(), num_tokens)
+        self.tokens_per_slot = dispatched.tokens_per_slot
+        rows_MD = grouped_ffn(dispatched.rows, dispatched.tokens_per_slot, self._experts, self._activation)
         shared_TD = self._shared_experts(x_TD) if num_tokens and self._shared is not None else None
         self._tick()
         combined_TD = self._exchange.combine(rows_MD, topk_weights_TK, dispatched.handle)
         self._tick()
-        self._counters.add_bytes("exchange", self._exchange.bytes_sent())
         return combined_TD if shared_TD is None else combined_TD + shared_TD
 
     def _choose(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        topk_ids_TK, topk_weights_TK = route(F.linear(x_TD.float(), self._router), self._routing, self._selection_bias)
+        logits_TE = F.linear(x_TD.float(), self._router, self._router_bias)
+        topk_ids_TK, topk_weights_TK = route(logits_TE, self._routing, self._selection_bias)
         physical_ids_TK = assign_replicas(topk_ids_TK, self._placement, self._moe_layer, self._rank)
         if not self._all_owned:
             self._report_unowned(topk_ids_TK, physical_ids_TK)
@@ -145,20 +172,28 @@ class MoELayer:
 
     def _shared_experts(self, x_TD: torch.Tensor) -> torch.Tensor:
         assert self._shared is not None
-        output_TD = F.linear(swiglu(F.linear(x_TD, self._shared.w13)), self._shared.w2)
+        output_TD = gated_ffn(x_TD, self._shared)
         if self._shared_gate is not None:
             output_TD = output_TD * F.linear(x_TD, self._shared_gate).sigmoid()
         return output_TD
 
-    def _count(self, tokens_per_slot: np.ndarray, num_tokens: int) -> None:
-        counters = self._counters
-        counters.add_expert_tokens(self._moe_layer, tokens_per_slot)
-        counters.add_bytes("routed", int(np.count_nonzero(tokens_per_slot)) * self._bytes_per_slot)
-        if num_tokens:
-            counters.add_bytes("dense", self._router_bytes)
-            if self._shared_bytes:
-                counters.add_bytes("shared", self._shared_bytes)
-
     def _tick(self) -> None:
         if self._progress is not None:
             self._progress.tick()
+
+
+def count_pass(layers: Sequence[MoELayer], counters: RankCounters, *, has_rows: bool) -> None:
+    """Count what the last call of each of all MoE layers read, once for all of them: rows per slot, and weights.
+
+    Args:
+        layers: all MoE layers of this rank, in order.
+        counters: of this rank.
+        has_rows: this rank had rows of its own, so routers and shared experts were read.
+    """
+    tokens_per_slot = torch.stack([layer.tokens_per_slot for layer in layers]).numpy()  # [L_moe, S]
+    counters.add_expert_tokens(tokens_per_slot)
+    slots_hit = np.count_nonzero(tokens_per_slot, axis=1).tolist()
+    counters.add_bytes("routed", sum(hit * layer.bytes_per_slot for hit, layer in zip(slots_hit, layers)))
+    if has_rows:
+        counters.add_bytes("dense", sum(layer.router_bytes for layer in layers))
+        counters.add_bytes("shared", sum(layer.shared_bytes for layer in layers))

@@ -47,9 +47,9 @@ class RankCounters:
         """Count `num_bytes` read from or written to memory (for `exchange`: put on the link) by `component`."""
         self._bytes[self.phase * len(COMPONENTS) + _COMPONENT[component]] += num_bytes
 
-    def add_expert_tokens(self, moe_layer: int, tokens_per_slot: np.ndarray) -> None:
-        """Count rows that reached each local slot of MoE layer number `moe_layer` (counted among MoE layers)."""
-        self.expert_tokens[moe_layer] += tokens_per_slot
+    def add_expert_tokens(self, tokens_per_slot: np.ndarray) -> None:
+        """Count rows that reached each local slot of every MoE layer in one pass: [L_moe, P_local] i64."""
+        self.expert_tokens += tokens_per_slot
 
     def end_step(self, busy_seconds: float) -> None:
         """Close the step that `begin_step` opened; `busy_seconds` is its time from first to last operation."""

@@ -53,6 +53,22 @@ class RoutingConfig:
             raise ValueError(f"top_k must be in [1, num_experts={self.num_experts}], got {self.top_k}")
         if self.scoring not in SCORINGS:
             raise ValueError(f"scoring must be one of {', '.join(SCORINGS)}, got {self.scoring!r}")
+        if self.group_score not in GROUP_SCORES:
+            raise ValueError(f"group_score must be one of {', '.join(GROUP_SCORES)}, got {self.group_score!r}")
+        if self.num_groups < 1 or self.num_experts % self.num_groups:
+            raise ValueError(f"num_groups must divide num_experts={self.num_experts}, got {self.num_groups}")
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise ValueError(f"top_groups must be in [1, num_groups={self.num_groups}], got {self.top_groups}")
+        allowed = self.top_groups * self.group_size
+        if self.top_k > allowed:
+            raise ValueError(f"top_k must be at most the {allowed} experts of top_groups groups, got {self.top_k}")
+        if self.scoring == "sparsemixer" and self.top_groups < self.num_groups:
+            raise ValueError(f"scoring 'sparsemixer' knows no groups, got num_groups={self.num_groups}")
+
+    @property
+    def group_size(self) -> int:
+        """Experts of a group."""
+        return self.num_experts // self.num_groups
 
 
 class Routing(NamedTuple):
@@ -82,13 +98,50 @@ def route(logits: torch.Tensor, config: RoutingConfig, selection_bias: torch.Ten
         Logits [0, 2, 2] with K = 2 choose experts [1, 2]; without renormalisation softmax weighs both with 0.468.
     """
     logits = logits.float()
-    scores = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()  # [T, E]
-    # Without a bias the logits choose: the order is that of the scores, but it survives where scores round to equal.
-    choice = logits if selection_bias is None else scores + selection_bias
-    ids = choice.sort(dim=-1, descending=True, stable=True)[1][:, : config.top_k]  # [T, K] i64
-    weights = scores.gather(1, ids)  # [T, K]
+    if config.scoring == "sparsemixer":
+        assert selection_bias is None, "sparsemixer knows no selection bias"
+        ids = _best(logits, config.top_k)
+        weights = _sparsemixer_weights(logits, ids, config.jitter)
+    else:
+        scores = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()  # [T, E]
+        # Without a bias the logits choose: the order is that of the scores, but survives where scores round to equal.
+        choice = logits if selection_bias is None else scores + selection_bias
+        if config.top_groups < config.num_groups:
+            choice = _mask_groups(choice, scores if selection_bias is None else choice, config)
+        ids = _best(choice, config.top_k)  # [T, K] i64
+        weights = scores.gather(1, ids)  # [T, K]
     if config.renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + _SUM_FLOOR)
+        total = weights.sum(-1, keepdim=True)
+        if config.min_weight_sum:
+            total = total.clamp(min=config.min_weight_sum)
+        weights = weights / (total + _SUM_FLOOR)
     if config.scaling_factor != 1.0:
         weights = weights * config.scaling_factor
     return Routing(ids.to(torch.int32), weights)
+
+
+def _best(values: torch.Tensor, num: int) -> torch.Tensor:
+    """Return where the `num` largest of each row stand, best first, ties to the lower number; never one twice."""
+    return values.sort(dim=-1, descending=True, stable=True)[1][:, :num]
+
+
+def _mask_groups(choice: torch.Tensor, scores: torch.Tensor, config: RoutingConfig) -> torch.Tensor:
+    """Set `choice` [T, E] to -inf outside of the best groups by `scores` [T, E] (zero could beat negative scores)."""
+    grouped = scores.unflatten(-1, (config.num_groups, config.group_size))  # [T, G, E / G]
+    if config.group_score == "max":
+        worth = grouped.amax(-1)  # [T, G]
+    else:
+        worth = grouped.topk(min(2, config.group_size), dim=-1).values.sum(-1)
+    masked = torch.ones_like(worth, dtype=torch.bool).scatter_(1, _best(worth, config.top_groups), False)
+    return choice.masked_fill(masked.repeat_interleave(config.group_size, dim=-1), -torch.inf)
+
+
+def _sparsemixer_weights(logits: torch.Tensor, ids: torch.Tensor, jitter: float) -> torch.Tensor:
+    """Weigh each choice by a softmax over experts that are not chosen before it and close enough to it: [T, K]."""
+    weights, left = [], logits
+    for choice in ids.split(1, dim=-1):  # [T, 1]
+        best = logits.gather(1, choice)
+        far = (best - logits) / torch.maximum(logits.abs(), best) > 2 * jitter
+        weights.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(1, choice))
+        left = left.scatter(1, choice, -torch.inf)
+    return torch.cat(weights, dim=-1)

@@ -27,7 +27,7 @@ def counted(rank: int, steps: int) -> RankStats:
         counters.add_bytes("routed", 1_000)
         counters.add_bytes("kv", 500)
         counters.add_bytes("exchange", 7)
-        counters.add_expert_tokens(0, np.array([1 + rank, 1 + rank]))
+        counters.add_expert_tokens(np.array([[1 + rank, 1 + rank], [0, 0]]))
         counters.end_step(0.5)
     return rank_stats(rank, encode_counters(counters), used_blocks=3, total_blocks=12)
 

@@ -12,7 +12,7 @@ def test_counters_arrive_with_shapes_and_values():
     counters = RankCounters(3, 5)
     counters.begin_step("decode", 7)
     counters.add_bytes("routed", 1 << 40)
-    counters.add_expert_tokens(2, np.array([0, 1, 2, 3, 4]))
+    counters.add_expert_tokens(np.array([[0] * 5, [0] * 5, [0, 1, 2, 3, 4]]))
     counters.end_step(0.25)
     counters.unowned_ids = 2
     stats = rank_stats(1, encode_counters(counters), used_blocks=4, total_blocks=9)

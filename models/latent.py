@@ -1,0 +1,68 @@
+"""Multi-head latent attention (DeepSeek-AI, 2024) in its absorbed form: one latent row a token is all that is cached.
+
+The product that would expand a latent to the keys of all heads is folded into the queries, and the one to values is
+applied to what attention returns; heads of K and V never exist. One form for prefill chunks and decode rows alike, so
+that how a prompt is cut cannot choose other arithmetic. Not an attention over heads (models/layers.py).
+Shapes: T rows, D width, H heads, C = kv_rank, R = rope_dim, N = nope_dim, V = value_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..attention.batch import AttentionBatch
+from ..attention.paged import paged_attention
+from ..kvcache import KVStorage
+from ..quant import linear
+from .config import ModelConfig
+from .layers import RowPositions, attention_options, rms_norm
+from .rotary import Rotary
+from .weights import LayerWeights
+
+# Of the norms on latents; every published model of the kind has it, whatever eps its other norms use.
+LATENT_NORM_EPS = 1e-6
+
+
+class LatentAttentionBlock:
+    """Latent attention of one layer: make the latent and queries, rotate, store the latent, attend, project back.
+
+    Args:
+        config: of the model; `latent` is set.
+        weights: of the layer.
+        layer: decoder layer number.
+        rotary: shared by all layers; turns R elements.
+    """
+
+    def __init__(self, config: ModelConfig, weights: LayerWeights, *, layer: int, rotary: Rotary) -> None:
+        assert config.latent is not None and weights.latent is not None, "latent attention, but no latent weights"
+        assert config.attention_of(layer).rotary and config.qk_norm is None, "not known of latent attention"
+        self._latent, self._num_heads, self._layer, self._rotary = config.latent, config.num_heads, layer, rotary
+        self._weights, self._o, self._o_bias = weights.latent, weights.o, weights.o_bias
+        self._options = attention_options(config, weights)
+
+    def __call__(
+        self, x: torch.Tensor, positions: RowPositions, storage: KVStorage, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """Return what attention adds to the residual: [T, D] -> [T, D], T > 0. Writes latents of all rows first."""
+        w, shape = self._weights, self._latent
+        latent, k_rope = linear(x, w.kv_a, w.kv_a_bias).split_with_sizes([shape.kv_rank, shape.rope_dim], dim=-1)
+        latent = rms_norm(latent, w.kv_a_norm, LATENT_NORM_EPS)  # [T, C]
+        queries = self._queries(x).view(-1, self._num_heads, shape.nope_dim + shape.rope_dim)
+        q_nope, q_rope = queries.split_with_sizes([shape.nope_dim, shape.rope_dim], dim=-1)
+        # The rope part of K is one more head beside those of the queries: [T, H + 1, R].
+        turned = self._rotary.rotate(torch.cat([q_rope, k_rope[:, None]], dim=1), positions.angles)
+        q_rope, k_rope = turned.split_with_sizes([self._num_heads, 1], dim=1)
+        storage.write(self._layer, torch.cat([latent[:, None], k_rope], dim=-1), None, batch.slot_mapping)
+        q_latent = torch.bmm(q_nope.transpose(0, 1), w.kv_b_k).transpose(0, 1)  # [T, H, C]
+        q = torch.cat([q_latent, q_rope], dim=-1)  # [T, H, C + R]
+        out = paged_attention(q, storage, self._layer, batch, self._options)  # [T, H, C]
+        values = torch.bmm(out.transpose(0, 1), w.kv_b_v.transpose(1, 2)).transpose(0, 1)  # [T, H, V]
+        return linear(values.flatten(1), self._o, self._o_bias)
+
+    def _queries(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the queries of all heads, straight from `x` or through a latent of their own: [T, H * (N + R)]."""
+        w = self._weights
+        if w.q is not None:
+            return linear(x, w.q)
+        assert w.q_a is not None and w.q_a_norm is not None and w.q_b is not None, "no weights that make queries"
+        return linear(rms_norm(linear(x, w.q_a, w.q_a_bias), w.q_a_norm, LATENT_NORM_EPS), w.q_b)
