@@ -152,7 +152,7 @@ def _mask(visible: torch.Tensor) -> torch.Tensor:
 def _segment_mask(
     kind: str, window: int, positions: range, first_key: int, device: torch.device
 ) -> torch.Tensor | None:
-    """Return the mask of rows at `positions` over the keys from position `first_key` on, or None where none is needed."""
+    """Return the mask of rows at `positions` over the keys from `first_key` on; None where none is needed."""
     num_rows, own = len(positions), positions.start - first_key  # the first row is key number `own`
     all_from_start = first_visible(kind, window, positions[-1]) <= first_key  # no row sees less than the last one
     if all_from_start and (num_rows == 1 or not own):

@@ -1,0 +1,178 @@
+"""Steps of attention over made-up sequences, and what each row of them must get, from K and V that lie in one piece.
+
+Not the reference (attention/reference.py computes a row): this lays sequences out in blocks the way a hostile scheduler
+would. Every block that is not a sequence's own holds NaN, and so do those whose entries in a table are stale.
+Shapes: T rows, H query heads, Hkv KV heads, Dh and Dv widths, L tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from moewe.attention import reference
+from moewe.attention.batch import AttentionBatch, AttentionOptions
+from moewe.attention.build import build_attention_batch
+from moewe.kvcache import CacheGroup, KVStorage
+from moewe.quant import FORMATS
+
+LAYER = 3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a layer: heads, widths, cache group and block."""
+
+    heads: tuple[int, int] = (4, 2)  # H, Hkv
+    widths: tuple[int, int] = (8, 8)  # Dh, Dv
+    kind: str = "full"
+    window: int = 0
+    block_size: int = 4
+    dtype: str = "float32"
+
+    def group(self) -> CacheGroup:
+        return CacheGroup(
+            name="g",
+            kind=self.kind,
+            layers=(0, LAYER),
+            num_kv_heads=self.heads[1],
+            head_dim=self.widths[0],
+            value_dim=self.widths[1],
+            number_format=FORMATS[self.dtype],
+            window=self.window,
+        )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A run of rows of one sequence, as `build_attention_batch` takes it."""
+
+    row_start: int
+    num_rows: int
+    num_computed_tokens: int
+    block_table: np.ndarray
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """K [L, Hkv, Dh] and V [L, Hkv, Dv] in one piece."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step, ready to run. `owners` has the sequence and the position of every row."""
+
+    shape: Shape
+    q: torch.Tensor
+    storage: KVStorage
+    batch: AttentionBatch
+    sequences: list[Sequence]
+    owners: list[tuple[int, int]]
+
+    def expected(self, options: AttentionOptions) -> torch.Tensor:
+        """Return [T, H, Dv] f64."""
+        rows = [
+            expected_row(self.shape, self.q[i], self.sequences[owner], position, options)
+            for i, (owner, position) in enumerate(self.owners)
+        ]
+        return torch.stack(rows) if rows else torch.empty(0, self.shape.heads[0], self.shape.widths[1]).double()
+
+    def tokens_seen(self) -> int:
+        """Count the tokens that some row of their sequence sees."""
+        return len(
+            {
+                (owner, token)
+                for owner, position in self.owners
+                for token in range(reference.first_seen(self.shape.kind, self.shape.window, position), position + 1)
+            }
+        )
+
+
+def expected_row(
+    shape: Shape, q: torch.Tensor, sequence: Sequence, position: int, options: AttentionOptions
+) -> torch.Tensor:
+    """Return what a row at `position` of `sequence` must get, [H, Dv] f64."""
+    seen = slice(reference.first_seen(shape.kind, shape.window, position), position + 1)
+    return reference.attend(q, sequence.k[seen], sequence.v[seen], options)
+
+
+def random_sequence(shape: Shape, length: int) -> Sequence:
+    """Draw K and V from torch's generator."""
+    dtype = FORMATS[shape.dtype].torch_dtype
+    k = torch.randn(length, shape.heads[1], shape.widths[0]).to(dtype)
+    if shape.kind == "latent":
+        return Sequence(k, k[..., : shape.widths[1]])
+    return Sequence(k, torch.randn(length, shape.heads[1], shape.widths[1]).to(dtype))
+
+
+def write(storage: KVStorage, shape: Shape, sequence: Sequence, tokens: range, table: np.ndarray) -> None:
+    """Store `tokens` of `sequence` in the blocks of `table`."""
+    at = np.arange(tokens.start, tokens.stop)
+    slots = torch.from_numpy(table[at // shape.block_size] * shape.block_size + at % shape.block_size)
+    k, v = (part[tokens.start : tokens.stop] for part in (sequence.k, sequence.v))
+    storage.write(LAYER, k, None if shape.kind == "latent" else v, slots)
+
+
+def fill_with_nan(storage: KVStorage, blocks: np.ndarray) -> None:
+    """Make blocks of all layers look as if they belonged to a sequence that went wrong."""
+    for layer in (0, LAYER):
+        for tensor in storage.layer(layer):
+            tensor[torch.from_numpy(blocks)] = torch.nan
+
+
+def make_step(
+    shape: Shape, segments: list[tuple[int, int]], decodes: list[int], *, seed: int = 0, stale: str = "foreign"
+) -> Step:
+    """Lay out a step with single rows of sequences of the lengths `decodes`, then `segments` (computed, rows).
+
+    `stale` says what stands in a table where no block is needed any more or yet: a `foreign` block, or `nothing` (-1).
+    """
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    size = shape.block_size
+    spans = [(length - 1, length) for length in decodes] + [(done, done + rows) for done, rows in segments]
+    needed = [-(-stop // size) for _, stop in spans]
+    foreign = 5
+    order = rng.permutation(sum(needed) + foreign).astype(np.int64)
+    storage = KVStorage([shape.group()], num_blocks=len(order), block_size=size)
+    others = order[:foreign]
+    fill_with_nan(storage, others)
+    sequences, tables, at = [], [], foreign
+    for (start, stop), blocks in zip(spans, needed):
+        table = order[at : at + blocks].copy()
+        at += blocks
+        sequence = random_sequence(shape, stop)
+        write(storage, shape, sequence, range(stop), table)
+        behind = reference.first_seen(shape.kind, shape.window, start) // size
+        fill_with_nan(storage, table[:behind])
+        table[:behind] = rng.choice(others, behind) if stale == "foreign" else -1
+        sequences.append(sequence)
+        tables.append(table)
+    width = max(needed[: len(decodes)], default=0)
+    decode_tables = (
+        rng.choice(others, (len(decodes), width)) if stale == "foreign" else np.full((len(decodes), width), -1)
+    )
+    for row, table in zip(decode_tables, tables):
+        row[: len(table)] = table
+    runs, owners, row_number = [], [(i, length - 1) for i, length in enumerate(decodes)], len(decodes)
+    for i, (start, stop) in enumerate(spans[len(decodes) :], len(decodes)):
+        runs.append(Rows(row_number, stop - start, start, tables[i]))
+        owners += [(i, position) for position in range(start, stop)]
+        row_number += stop - start
+    batch = build_attention_batch(
+        slot_mapping=np.zeros(row_number, np.int64),
+        segments=runs,
+        decode_lengths=np.array(decodes, np.int64),
+        decode_tables=decode_tables.astype(np.int64),
+        block_size=size,
+        device=torch.device("cpu"),
+        kind=shape.kind,
+        window=shape.window,
+    )
+    q = torch.randn(row_number, shape.heads[0], shape.widths[0]).to(FORMATS[shape.dtype].torch_dtype)
+    return Step(shape, q, storage, batch, sequences, owners)
