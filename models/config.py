@@ -74,6 +74,7 @@ class LatentConfig:
         kv_rank: width of the latent.
         rope_dim, nope_dim, value_dim: elements of a head.
         query_rank: width of the latent that queries are made from; 0 when they come from the hidden state directly.
+        norm_eps: of the norms over both latents, whatever the eps of the other norms.
     """
 
     kv_rank: int
@@ -81,6 +82,7 @@ class LatentConfig:
     nope_dim: int
     value_dim: int
     query_rank: int = 0
+    norm_eps: float = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +138,21 @@ class MoEConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuantizationConfig:
+    """How the checkpoint stores its quantised matrices.
+
+    Attributes:
+        method: `mxfp4` or `fp8`.
+        block_size: rows and columns of a matrix [out, in] that share a scale.
+        modules_to_not_convert: parts of names of the modules that are stored unquantised.
+    """
+
+    method: str
+    block_size: tuple[int, int]
+    modules_to_not_convert: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """One decoder-only transformer.
 
@@ -157,13 +174,14 @@ class ModelConfig:
         query_temperature: None leaves queries as they are.
         norm: `rms` or `layer` (LayerNorm with weight and bias), for the norms around blocks and the final one.
         norm_after: norms stand behind attention and FFN, on what they add, instead of in front of them.
-        norm_eps: of every norm.
+        norm_eps: of every norm but those of a latent.
         embedding_multiplier / residual_multiplier / logits_multiplier: factors on embedded tokens, on what each block
             adds, and on the logits.
         head_tied: the output head is the embedding matrix.
         head_bias: the output head has a bias.
         max_position_embeddings: longest sequence.
         dtype: name of the number format that the checkpoint declares.
+        quantization: None for a checkpoint whose matrices are all stored as `dtype`.
         eos_token_ids: from generation_config.json if there, else config.json; may be empty.
     """
 
@@ -180,6 +198,7 @@ class ModelConfig:
     norm_eps: float
     max_position_embeddings: int
     dtype: str
+    quantization: QuantizationConfig | None = None
     layer_attention: tuple[LayerAttention, ...] = ()
     latent: LatentConfig | None = None
     moe_layers: tuple[int, ...] = ()

@@ -1,7 +1,7 @@
 """The families that moewe knows, one table entry each, and the config of a model folder.
 
-Not a decoder: an entry says what the fields and tensors of a family are called and what they mean.
-Units: elements; see `family` for what an entry may say.
+Not a decoder: an entry says what the fields of a family are called and what they mean.
+Units: elements; see `family` for what an entry may say. Defaults are those of the config classes of transformers 5.24.
 """
 
 from __future__ import annotations
@@ -10,14 +10,46 @@ from pathlib import Path
 
 from .config import ConfigError, ModelConfig
 from .config_json import MAX_CONFIG_BYTES, parse_config, with_end_tokens
-from .family import MAX_WIDTH, Family, MoEFamily, TensorNames, after_first_dense, sparse_step
-from .json_fields import Fields, read_object, show, show_path
+from .families_grouped import GROUPED_FAMILIES
+from .family import Family, MoEFamily, TensorNames
+from .family_rules import (
+    as_wide_as_one,
+    clamped,
+    four_multipliers,
+    query_temperature,
+    shared_count,
+    shared_size,
+)
+from .json_fields import Fields, read_object, show_path
+from .layer_rules import (
+    all_layers,
+    chunks_with_rotary,
+    even_below_max_window_layers,
+    even_layers,
+    from_max_window_layers,
+    interval_between,
+    listed_or_interleaved,
+    sparse_step,
+    windows,
+)
+from .model_type import find_family, text_fields
 
-FAMILIES: dict[str, Family] = {
+_WINDOW = ("use_sliding_window",)
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+FAMILIES: dict[str, Family] = GROUPED_FAMILIES | {
     "mixtral": Family(
         architecture="MixtralForCausalLM",
-        moe=MoEFamily(num_experts="num_local_experts|num_experts", expert_width="intermediate_size", renormalize=None),
+        moe=MoEFamily(expert_width="intermediate_size", renormalize=True),
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        attention=windows(all_layers),
         names=TensorNames(
             block="block_sparse_moe",
             projections=("w1", "w3", "w2"),
@@ -27,22 +59,28 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family(
         architecture="Qwen2MoeForCausalLM",
         moe=MoEFamily(
-            layers=sparse_step,
-            shared_width=lambda fields, _: fields.integer("shared_expert_intermediate_size", 1, MAX_WIDTH),
-            shared_gate=True,
+            layers=sparse_step, shared_width=shared_size("shared_expert_intermediate_size"), shared_gate=True
         ),
-        defaults={"rms_norm_eps": 1e-6, "norm_topk_prob": False, "qkv_bias": True},
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "norm_topk_prob": False,
+            "qkv_bias": True,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        reads=_WINDOW,
+        attention=windows(even_below_max_window_layers, gated=True, listed=True),
         qkv_bias="qkv_bias",
-        gated_window=True,
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
         moe=MoEFamily(layers=sparse_step),
-        defaults={"rms_norm_eps": 1e-6, "norm_topk_prob": False},
+        defaults={"rms_norm_eps": 1e-6, "norm_topk_prob": False, "sliding_window": 4096},
+        reads=_WINDOW,
+        attention=windows(all_layers, gated=True),
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         qk_norm="head",
-        gated_window=True,
     ),
     "olmoe": Family(
         architecture="OlmoeForCausalLM",
@@ -51,23 +89,172 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         qk_norm="full",
+        splits_hidden=True,
     ),
-    "glm4_moe": Family(
-        architecture="Glm4MoeForCausalLM",
+    "flex_olmo": Family(
+        architecture="FlexOlmoForCausalLM",
+        moe=MoEFamily(expert_width="intermediate_size"),
+        defaults={"rms_norm_eps": 1e-6, "norm_topk_prob": False, "rope_theta": 5e5},
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm="full",
+        norm_after=True,
+    ),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM",
         moe=MoEFamily(
-            num_experts="n_routed_experts|num_local_experts",
-            layers=after_first_dense,
-            scoring="sigmoid",
-            scaling_factor="routed_scaling_factor",
-            shared_width=lambda fields, width: width * fields.integer("n_shared_experts", 0, 1024, default=1),
+            expert_width="intermediate_size", renormalize=True, activation=clamped, router_bias=True, expert_bias=True
+        ),
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "head_dim": 64,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "rope_theta": 1.5e5,
+            "rope_parameters": _GPT_OSS_ROPE,
+        },
+        attention=windows(even_layers, listed=True),
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        sinks=True,
+        quantization=("mxfp4",),
+    ),
+    "granitemoe": Family(
+        architecture="GraniteMoeForCausalLM",
+        moe=MoEFamily(expert_width="intermediate_size", renormalize=True),
+        defaults={"rms_norm_eps": 1e-6},
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        more=four_multipliers,
+    ),
+    "granitemoeshared": Family(
+        architecture="GraniteMoeSharedForCausalLM",
+        moe=MoEFamily(
+            expert_width="intermediate_size",
+            renormalize=True,
+            shared_width=shared_size("shared_intermediate_size", low=0),
+        ),
+        defaults={"rms_norm_eps": 1e-6, "shared_intermediate_size": 0},
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        more=four_multipliers,
+    ),
+    "phimoe": Family(
+        architecture="PhimoeForCausalLM",
+        moe=MoEFamily(
+            expert_width="intermediate_size", scoring="sparsemixer", renormalize=False, jitter="router_jitter_noise"
+        ),
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "router_jitter_noise": 0.01},
+        attention=windows(all_layers),
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        head_bias="lm_head_bias",
+        norm="layer",
+        rope_kinds=("default", "longrope"),
+        own_amplitudes=True,
+    ),
+    "ernie4_5_moe": Family(
+        architecture="Ernie4_5_MoeForCausalLM",
+        moe=MoEFamily(
+            num_experts="moe_num_experts|num_experts",
+            top_k="moe_k|num_experts_per_tok",
+            layers=interval_between,
+            renormalize=True,
+            min_weight_sum="moe_norm_min",
+            shared_width=shared_count("moe_num_shared_experts"),
+            shared_bias="use_bias",
             selection_bias=True,
             router_fp32=True,
         ),
-        defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": True, "partial_rotary_factor": 0.5},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "tie_word_embeddings": True,
+            "moe_norm_min": 1e-12,
+            "moe_num_shared_experts": 2,
+        },
+        only={"compression_ratio": (1,), "moe_gate": ("topk", "topk_fused"), "moe_use_aux_free": (True,)},
+        qkv_bias="use_bias",
+        output_bias="use_bias",
+        dense_bias="use_bias",
+        rotary_interleaved=True,
+    ),
+    "hunyuan_v1_moe": Family(
+        architecture="HunYuanMoEV1ForCausalLM",
+        moe=MoEFamily(
+            top_k="moe_topk|num_experts_per_tok",
+            expert_width="intermediate_size",
+            renormalize=True,
+            shared_width=as_wide_as_one,
+        ),
+        defaults={"rms_norm_eps": 1e-5},
+        only={
+            "norm_topk_prob": (True,),
+            "use_qk_norm": (True,),
+            "use_mixed_mlp_moe": (True,),
+            "num_shared_expert": (1,),
+            "moe_layer_num_skipped": (0,),
+            "group_limited_greedy": (False,),
+            "n_group": (1, False),
+            "topk_group": (1, False),
+            "routed_scaling_factor": (1, False),
+            "use_cla": (False,),
+            "use_mla": (False,),
+            "norm_type": ("rms",),
+        },
         qkv_bias="attention_bias",
-        qk_norm="use_qk_norm",
+        output_bias="attention_bias",
+        qk_norm="head",
+        qk_norm_after_rotary=True,
+        rope_kinds=("default", "linear", "dynamic"),
+    ),
+    "minimax_m2": Family(
+        architecture="MiniMaxM2ForCausalLM",
+        moe=MoEFamily(expert_width="intermediate_size", scoring="sigmoid", renormalize=True, selection_bias=True),
+        defaults={"rms_norm_eps": 1e-6, "rope_theta": 5e6, "head_dim": 128},
+        only={
+            "scoring_func": ("sigmoid",),
+            "use_routing_bias": (True,),
+            "use_qk_norm": (True,),
+            "qk_norm_type": ("per_layer",),
+            "attn_type_list": (1,),
+            "shared_intermediate_size": (0,),
+            "layernorm_full_attention_beta": (1,),
+            "layernorm_mlp_beta": (1,),
+        },
+        qk_norm="full",
         partial_rotary=True,
-        names=TensorNames(shared="shared_experts"),
+    ),
+    "llama4_text": Family(
+        architecture="Llama4ForCausalLM",
+        moe=MoEFamily(
+            expert_width="intermediate_size",
+            layers=listed_or_interleaved,
+            scoring="sigmoid",
+            renormalize=False,
+            shared_width=as_wide_as_one,
+            weigh_input=True,
+        ),
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "head_dim": 128,
+            "use_qk_norm": True,
+            "attention_chunk_size": 8192,
+            "num_experts_per_tok": 1,
+        },
+        reads=("attention_chunk_size",),
+        attention=chunks_with_rotary,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm="unit",
+        qk_norm_flag="use_qk_norm",
+        qk_norm_after_rotary=True,
+        dense_width="intermediate_size_mlp",
+        rotary_interleaved=True,
+        more=query_temperature,
     ),
     "llama": Family(
         architecture="LlamaForCausalLM",
@@ -75,13 +262,26 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="attention_bias",
         output_bias="attention_bias",
     ),
+    "mistral": Family(
+        architecture="MistralForCausalLM",
+        defaults={"rms_norm_eps": 1e-6, "sliding_window": 4096},
+        attention=windows(all_layers),
+    ),
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM",
+        defaults={"rms_norm_eps": 1e-6, "sliding_window": 4096, "max_window_layers": 28},
+        reads=_WINDOW,
+        attention=windows(from_max_window_layers, gated=True, listed=True),
+        qkv_bias=True,
+    ),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM",
-        defaults={"rms_norm_eps": 1e-6, "head_dim": 128},
+        defaults={"rms_norm_eps": 1e-6, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+        reads=_WINDOW,
+        attention=windows(from_max_window_layers, gated=True, listed=True),
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         qk_norm="head",
-        gated_window=True,
     ),
 }
 
@@ -95,29 +295,14 @@ def load_config(path: Path) -> ModelConfig:
     """
     if not (path / "config.json").exists():
         raise ConfigError(f"{show_path(path)} holds no config.json; give a model folder as transformers saves it")
-    fields = Fields(content=read_object(path / "config.json", MAX_CONFIG_BYTES), where="config.json", defaults={})
-    name = find_family(fields)
-    fields = Fields(content=fields.content, where=fields.where, defaults=dict(FAMILIES[name].defaults))
-    config = parse_config(fields, name, FAMILIES[name])
-    config = with_end_tokens(config, path, fields)
+    whole = Fields(content=read_object(path / "config.json", MAX_CONFIG_BYTES), where="config.json", defaults={})
+    name = find_family(whole, FAMILIES)
+    text = text_fields(whole)
+    fields = Fields(content=text.content, where=text.where, defaults=dict(FAMILIES[name].defaults))
+    config = with_end_tokens(parse_config(fields, name, FAMILIES[name]), path, fields)
     if (beyond := max(config.eos_token_ids, default=0)) >= config.vocab_size:
         raise ConfigError(
             f"eos_token_id = {beyond} is not below vocab_size = {config.vocab_size}, so no text would end; "
             "correct it in config.json or generation_config.json"
         )
     return config
-
-
-def find_family(fields: Fields) -> str:
-    """Return the key of the family that `model_type` names, or `architectures` where `model_type` is absent."""
-    model_type, listed = fields.raw("model_type"), fields.raw("architectures")
-    by_class = {family.architecture: name for name, family in FAMILIES.items()}
-    listed = [a for a in listed if isinstance(a, str) and a in by_class] if isinstance(listed, list) else []
-    if isinstance(model_type, str) and model_type in FAMILIES:
-        if listed and by_class[listed[0]] != model_type:
-            raise fields.refuse("model_type", model_type, f"contradicts architectures = {show(listed)}; correct one")
-        return model_type
-    if model_type is None and listed:
-        return by_class[listed[0]]
-    known = ", ".join(FAMILIES)
-    raise fields.refuse("model_type", model_type, f"is not a family that moewe runs; it runs: {known}")

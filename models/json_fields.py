@@ -7,7 +7,6 @@ Every refusal is a ConfigError of one line with file, field, value and fix; size
 from __future__ import annotations
 
 import json
-import math
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +72,7 @@ def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 class Fields:
     """Typed, range-checked access to one JSON object.
 
-    A `name` may list several spellings separated by `|`; the first that is present and not null counts.
+    A `name` may list several spellings separated by `|`; those that are present and not null must agree.
 
     Attributes:
         content: the object.
@@ -88,10 +87,18 @@ class Fields:
     def raw(self, name: str) -> Any:
         """Return the value of a field, or its default, or None when it is absent or null."""
         spellings = name.split("|")
-        for spelling in spellings:
-            if self.content.get(spelling) is not None:
-                return self.content[spelling]
-        return self.defaults.get(spellings[0])
+        given = [s for s in spellings if self.content.get(s) is not None]
+        if not given:
+            return self.defaults.get(spellings[0])
+        value = self.content[given[0]]
+        for other in given[1:]:
+            if self.content[other] != value:
+                raise self.refuse(given[0], value, f"contradicts {other} = {show(self.content[other])}; keep one")
+        return value
+
+    def stated(self, name: str) -> Any:
+        """Return the value of a field, None when it is null, or its default when it is absent."""
+        return self.content[name] if name in self.content else self.defaults.get(name)
 
     def integer(self, name: str, low: int, high: int, default: int = _MISSING) -> int:
         """Return an integer between `low` and `high`, both allowed."""
@@ -102,11 +109,12 @@ class Fields:
             raise self.refuse(name, value, f"is out of range: use an integer from {low} to {high}")
         return value
 
-    def number(self, name: str, low: float, high: float, default: float = _MISSING) -> float:
-        """Return a finite number greater than `low` and at most `high`."""
+    def number(self, name: str, low: float, high: float, default: float = _MISSING, *, closed: bool = False) -> float:
+        """Return a finite number greater than `low` (or also equal to it, where `closed`) and at most `high`."""
         value = self._value(name, default)
-        if type(value) not in (int, float) or not low < value <= high or not math.isfinite(value):
-            raise self.refuse(name, value, f"must be a number above {low:g} and at most {high:g}")
+        if type(value) not in (int, float) or not (low < value <= high or (closed and value == low)):
+            least = f"from {low:g}" if closed else f"above {low:g}"
+            raise self.refuse(name, value, f"must be a number {least} and at most {high:g}")
         return float(value)
 
     def flag(self, name: str, default: bool = _MISSING) -> bool:
@@ -125,6 +133,24 @@ class Fields:
         if any(type(item) is not int or not low <= item <= high for item in items):
             raise self.refuse(name, value, f"must hold integers from {low} to {high}")
         return tuple(items)
+
+    def repeated_integer(self, name: str, low: int, high: int) -> int:
+        """Return an integer, which may also be said once a layer in a list of equal ones."""
+        value: Any = self._value(name, _MISSING)
+        if not isinstance(value, list):
+            return self.integer(name, low, high)
+        if not value or any(item != value[0] for item in value):
+            raise self.refuse(name, value, "differs between layers, which this version does not do; use another model")
+        return Fields(content={name.split("|")[0]: value[0]}, where=self.where, defaults={}).integer(name, low, high)
+
+    def numbers(self, name: str, low: float, high: float, length: int) -> tuple[float, ...]:
+        """Return the `length` numbers of a list, each greater than `low` and at most `high`."""
+        value: Any = self._value(name, _MISSING)
+        if not isinstance(value, list) or len(value) != length:
+            raise self.refuse(name, value, f"must be a list of {length} numbers")
+        if any(type(item) not in (int, float) or not low < item <= high for item in value):
+            raise self.refuse(name, value, f"must hold numbers above {low:g} and at most {high:g}")
+        return tuple(map(float, value))
 
     def section(self, name: str) -> Fields:
         """Return the fields of a nested object, empty when it is absent."""

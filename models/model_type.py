@@ -1,0 +1,59 @@
+"""Which entry of the table of families a config.json is of.
+
+Not the table: it is an argument. Names are those that transformers gives (`model_type`, `architectures`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from .family import Family
+from .json_fields import Fields, show
+
+_log = logging.getLogger(__name__)
+
+# Model types whose models another entry runs as they are.
+ALIASES = {"kimi_k2": "deepseek_v3", "llama4": "llama4_text"}
+# Classes that models of an entry also go by.
+_OTHER_CLASSES = {"Llama4ForConditionalGeneration": "llama4_text"}
+# What a config around a text_config says for both.
+_OUTER = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config", "compression_config")
+
+
+def find_family(fields: Fields, table: Mapping[str, Family]) -> str:
+    """Return the key of the family that `model_type` names, or `architectures` where `model_type` is absent."""
+    model_type, stated = fields.raw("model_type"), fields.raw("architectures")
+    by_class = {family.architecture: name for name, family in table.items()} | _OTHER_CLASSES
+    listed = [a for a in stated if isinstance(a, str) and a in by_class] if isinstance(stated, list) else []
+    name = ALIASES.get(model_type, model_type) if isinstance(model_type, str) else None
+    if name in table:
+        if listed and by_class[listed[0]] != name:
+            raise fields.refuse("model_type", model_type, f"contradicts architectures = {show(listed)}; correct one")
+        if not listed and stated is not None:
+            _log.warning(
+                "%s: architectures = %s is not a class of model_type = %s; going by model_type",
+                fields.where, show(stated), show(model_type),
+            )  # fmt: skip
+        return str(name)
+    if model_type is None and listed:
+        return by_class[listed[0]]
+    known = [*table, *ALIASES]
+    near = difflib.get_close_matches(model_type, known, n=1, cutoff=0.5) if isinstance(model_type, str) else []
+    hint = f" (the nearest is {near[0]})" if near else ""
+    raise fields.refuse("model_type", model_type, f"is no family that moewe runs{hint}; it runs: {', '.join(known)}")
+
+
+def text_fields(fields: Fields) -> Fields:
+    """Return the fields of the text model: those of `text_config` where there is one, else `fields`."""
+    if not isinstance(fields.content.get("text_config"), dict):
+        return fields
+    section = fields.section("text_config")
+    outer: dict[str, Any] = {
+        name: fields.content[name]
+        for name in _OUTER
+        if fields.content.get(name) is not None and section.content.get(name) is None
+    }
+    return Fields(content=section.content | outer, where=section.where, defaults={})
