@@ -102,7 +102,8 @@ class LLM:
         model: folder, hub id, or the word `demo`.
         topology: `EPxDPy`, a .yaml file or a preset; how other systems count DP: `dialect=`.
         options: any field of `EngineConfig`'s parts, e.g. dtype, device, max_model_len, tokenizer, skip_tokenizer_init,
-            seed, load_format, ranks, kv_cache_memory_bytes, max_num_seqs.
+            seed, load_format, ranks, kv_cache_memory_bytes, max_num_seqs, chat_template (a file, Jinja source, or the
+            name of one of the model's), generation_config (`none` drops the model's sampling defaults).
 
     Raises:
         ValueError: one line that names the option, its value and the fix.
@@ -128,6 +129,10 @@ class LLM:
         """Longest prompt and output together, in tokens."""
         return self._session.max_model_len
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what a call without sampling_params uses: the defaults of the model's generation_config.json."""
+        return self._session.defaults.params({})
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -139,7 +144,7 @@ class LLM:
 
         Args:
             prompts: a text, token ids, `{"prompt_token_ids": ids}`, or a list of these.
-            sampling_params: one for all or one a prompt.
+            sampling_params: one for all or one a prompt; None takes `get_default_sampling_params()`.
             progress: draw a bar on stderr.
 
         Returns:
@@ -151,24 +156,30 @@ class LLM:
                 a time, from whichever thread (a server serves many).
         """
         made = [self._request(number, prompt) for number, prompt in enumerate(_as_list(prompts))]
-        return self._finish(made, _params_for(len(made), sampling_params), progress)
+        return self._finish(made, self._params(made, sampling_params), progress)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Generate the next turn of a conversation, or of each of several; arguments as for `generate`."""
+        """Generate the next turn of a conversation, or of each of several; arguments as for `generate`.
+
+        Args:
+            chat_template_kwargs: further variables of the template, plain JSON.
+        """
         several = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        made = [self._chat_request(number, conversation) for number, conversation in enumerate(several)]
-        return self._finish(made, _params_for(len(made), sampling_params), progress)
+        kwargs = chat_template_kwargs or {}
+        made = [self._chat_request(number, conversation, kwargs) for number, conversation in enumerate(several)]
+        return self._finish(made, self._params(made, sampling_params), progress)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the text for one prompt as it is generated; leaving early aborts it."""
         made = self._request(0, prompt)
-        params = _params_for(1, sampling_params)
+        params = self._params([made], sampling_params)
         for _, delta in self._session.stream([made.prompt_token_ids], params):
             if delta.finish_reason == "error":
                 raise RuntimeError(delta.error or "the request failed")
@@ -196,8 +207,15 @@ class LLM:
             request_id=str(number), prompt=text, prompt_token_ids=ids, outputs=[CompletionOutput()], finished=False
         )
 
-    def _chat_request(self, number: int, messages: Any) -> RequestOutput:
-        text = self._session.render(messages)
+    def _params(
+        self, made: Sequence[RequestOutput], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None:
+            return [self._session.params(request.prompt_token_ids, {}) for request in made]
+        return _params_for(len(made), params)
+
+    def _chat_request(self, number: int, messages: Any, kwargs: Mapping[str, Any]) -> RequestOutput:
+        text = self._session.render(messages, kwargs)
         ids = self._session.encode(text, add_special_tokens=False)
         return RequestOutput(
             request_id=str(number), prompt=text, prompt_token_ids=ids, outputs=[CompletionOutput()], finished=False
@@ -250,9 +268,9 @@ def _split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:
     return None, ids  # type: ignore[return-value]
 
 
-def _params_for(number: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * number
+def _params_for(number: int, params: SamplingParams | Sequence[SamplingParams]) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * number
     if isinstance(params, Mapping):
         raise TypeError(f"sampling_params={params!r} is a mapping; give SamplingParams(...) with these as keywords")
     if not isinstance(params, Sequence) or not all(isinstance(own, SamplingParams) for own in params):

@@ -24,6 +24,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         skip_tokenizer_init: token ids in, token ids out, no text.
         seed: of dummy weights and of requests without a seed.
         max_model_len: longest prompt + output; None takes the model's, lowered to what the KV pool holds.
+        chat_template: a file, Jinja source, or the name of one of the model's templates; None takes the model's own.
+        generation_config: where sampling defaults come from: `auto` (the model's generation_config.json), `none`, or a
+            folder or file.
     """
 
     model: str
@@ -35,6 +38,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     skip_tokenizer_init: bool = False
     seed: int = 0
     max_model_len: int | None = None
+    chat_template: str | None = None
+    generation_config: str = "auto"
 
 
 class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -69,6 +69,10 @@ def layout_config(options: Mapping[str, Any], *, dialect: str | None = None) -> 
     layout = load_layout(text, dialect=dialect)
     config = engine_config({**options, "topology": layout.single().long()})
     check_ranges(config)
+    if config.model.chat_template is not None:
+        from ..text import check_template_option  # most starts need no Jinja yet
+
+        check_template_option(config.model.chat_template)
     return config
 
 

@@ -1,19 +1,24 @@
-"""What every door asks of a prompt's token ids before an engine sees them, and the tokenizer that made them.
+"""What every door asks of a prompt's token ids before an engine sees them, and what the tokenizer says of a model.
 
-Not lengths (server/intake.py, runtime/session.py: each door has its own words for them) and not sampling parameters.
+The tokenizer, the chat template in use and the tokens that end a text are found here, once for all doors. Not lengths
+(server/intake.py, runtime/session.py: each door has its own words for them) and not sampling parameters.
 Units: token ids, below the rows of the embedding.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..text import Tokenizer, load_tokenizer
+from ..text import ChatTemplate, Tokenizer, chosen_template, load_tokenizer
 from .config import ModelOptions
+
+if TYPE_CHECKING:
+    from .resolve import Resolved
 
 
 def check_token_ids(token_ids: Sequence[Any] | np.ndarray, vocab_size: int, *, name: str = "prompt_token_ids") -> None:
@@ -42,3 +47,30 @@ def model_tokenizer(model: ModelOptions) -> Tokenizer | None:
         return None
     other = model.tokenizer if model.tokenizer != model.model else None
     return load_tokenizer(Path(other or model.path).expanduser())
+
+
+def model_template(model: ModelOptions, tokenizer: Tokenizer | None) -> ChatTemplate | None:
+    """Return the chat template in use, the one asked for or the model's own; None when there is none.
+
+    The model's own may have a `problem`, which is told at use: completions do not need it.
+
+    Raises:
+        ValueError: the one asked for is not there or does not compile.
+    """
+    if tokenizer is None:
+        return None
+    if model.chat_template is None:
+        return tokenizer.chat_template
+    return chosen_template(model.chat_template, tokenizer.templates, tokenizer.special_tokens)
+
+
+def with_ends(resolved: Resolved, tokenizer: Tokenizer | None, more: Sequence[int] = ()) -> Resolved:
+    """Return `resolved` whose model also ends at the tokenizer's end token and at `more`.
+
+    generation_config.json may name several end tokens and the tokenizer another; a text ends at each of them. An id
+    without a row in the embedding is never generated and left out.
+    """
+    own = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    model = resolved.model
+    ends = dict.fromkeys((*model.eos_token_ids, *(token for token in (*more, *own) if token < model.vocab_size)))
+    return dataclasses.replace(resolved, model=dataclasses.replace(model, eos_token_ids=tuple(ends)))

@@ -40,6 +40,11 @@ def _words(config: EngineConfig) -> list[tuple[str, Any, bool, str]]:
         ("policy", policy, policy in POLICIES, f"use {' or '.join(POLICIES)}"),
         ("tokenizer", model.tokenizer, not (model.tokenizer and model.skip_tokenizer_init),
          "skip_tokenizer_init loads none; leave one of the two out"),
+        ("chat_template", model.chat_template, not (model.chat_template and model.skip_tokenizer_init),
+         "it needs the tokenizer that skip_tokenizer_init leaves out; leave one of the two out"),
+        ("chat_template", model.chat_template, model.chat_template != "", "give a file, Jinja source, or a name"),
+        ("generation_config", model.generation_config, bool(model.generation_config),
+         "use auto, none, or a folder with a generation_config.json"),
     ]  # fmt: skip
 
 

@@ -17,11 +17,12 @@ import msgspec
 import numpy as np
 
 from ..models.source import resolve_model
-from ..text import Tokenizer
+from ..text import ChatTemplate, Tokenizer, check_template_kwargs
 from .config import EngineConfig
+from .generation_defaults import GenerationDefaults, generation_defaults
 from .messages import INVALID_REQUEST, Delta
 from .params import SamplingParams
-from .prompts import check_token_ids, model_tokenizer
+from .prompts import check_token_ids, model_template, model_tokenizer, with_ends
 from .replicas import OnLoading, ReplicaLost, ReplicaSet
 from .resolve import Resolved, check_checkpoint, resolve
 from .scheduling.admission import check_fits
@@ -66,9 +67,17 @@ class Session:
     Attributes:
         resolved: what is running.
         tokenizer: None when started with `skip_tokenizer_init`.
+        defaults: sampling where nobody said otherwise.
     """
 
-    def __init__(self, replicas: ReplicaSet, resolved: Resolved, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        replicas: ReplicaSet,
+        resolved: Resolved,
+        tokenizer: Tokenizer | None,
+        template: ChatTemplate | None,
+        defaults: GenerationDefaults,
+    ) -> None:
         self._replicas = replicas
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # of a call, from its first prompt to its last token
@@ -76,6 +85,8 @@ class Session:
         self._closed = False
         self.resolved = resolved
         self.tokenizer = tokenizer
+        self.defaults = defaults
+        self._template = template
 
     @classmethod
     def start(cls, config: EngineConfig, *, on_loading: OnLoading | None = None) -> Session:
@@ -91,9 +102,13 @@ class Session:
         """
         resolved = resolve(config)
         check_checkpoint(resolved)
+        defaults = generation_defaults(config.model)
         tokenizer = model_tokenizer(config.model)
+        template = model_template(config.model, tokenizer)
+        resolved = with_ends(resolved, tokenizer, defaults.end_token_ids)
+        defaults.report()
         replicas = ReplicaSet.start(resolved, on_loading=on_loading)
-        session = cls(replicas, resolved, tokenizer)
+        session = cls(replicas, resolved, tokenizer, template, defaults)
         try:
             replicas.wait_ready()
         except ReplicaLost as lost:
@@ -113,18 +128,29 @@ class Session:
         """Return the token ids of `text`."""
         return self._need_tokenizer().encode(text, add_special_tokens=add_special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the prompt of a conversation, by the model's chat template.
+    def render(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any] | None = None) -> str:
+        """Return the prompt of a conversation, by the chat template in use.
+
+        Args:
+            messages: the turns.
+            kwargs: further variables of the template (`chat_template_kwargs`).
 
         Raises:
-            ValueError: the model has no template, or it refuses the messages.
+            ValueError: the model has no template, or it refuses the messages; or `kwargs` are not plain JSON.
         """
-        template = self._need_tokenizer().chat_template
-        if template is None:
+        self._need_tokenizer()
+        if self._template is None:
             raise ValueError(
-                f"model {self.resolved.config.model.model!r} has no chat template; use generate instead of chat"
+                f"model {self.resolved.config.model.model!r} has no chat template; use generate instead of chat, "
+                "or give one as chat_template"
             )
-        return template.render(messages)
+        return self._template.render(messages, **check_template_kwargs(kwargs or {}))
+
+    def params(
+        self, prompt: Sequence[int], given: Mapping[str, Any], otherwise: Mapping[str, Any] | None = None
+    ) -> SamplingParams:
+        """Return how to continue `prompt`: as `given`, else by the model's defaults, else as `otherwise`."""
+        return self.defaults.params(given, otherwise=otherwise, room=self.max_model_len - len(prompt))
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -76,10 +76,15 @@ def _keyword(name: str, annotation: Any) -> inspect.Parameter:
 
 
 def _add_command(
-    name: str, help: str, arguments: Sequence[inspect.Parameter], groups: Sequence[str], run: Callable[[Any], int]
+    name: str,
+    help: str,
+    arguments: Sequence[inspect.Parameter],
+    groups: Sequence[str],
+    run: Callable[[Any], int],
+    without: Sequence[str] = (),
 ) -> None:
-    """Add a command whose flags come from the table; `run` gets its `Settings`."""
-    flags = tuple(flags_of(*groups))
+    """Add a command whose flags come from the table, but for those `without`; `run` gets its `Settings`."""
+    flags = tuple(flag for flag in flags_of(*groups) if flag.name not in without)
 
     def command(**given: Any) -> int:
         from .cli_values import read_settings
@@ -128,6 +133,7 @@ _add_command(
     [_MODEL, _argument("prompt", "Text to continue.")],
     [ENGINE, SAMPLE, SHARED],
     _generate,
+    without=["chat-template"],  # it continues a text as it stands
 )
 _add_command(
     "chat",

@@ -31,7 +31,7 @@ _COMMAND = re.compile(r"/\w*")
 
 def generate(settings: Settings) -> int:
     """Continue the prompt once."""
-    params = SamplingParams(**(GENERATE_DEFAULTS | settings.sample))
+    SamplingParams(**settings.sample)  # a wrong one is known before anything loads
     prompt = settings.prompt
     if prompt is None or prompt == "-":
         if sys.stdin.isatty():
@@ -39,7 +39,7 @@ def generate(settings: Settings) -> int:
         prompt = _read_stdin()
     with start(settings) as session:
         said = False
-        for text in answer(session, session.encode(prompt), params):
+        for text in answer(session, session.encode(prompt), settings.sample):
             said = True
             put(text)
         put("\n")
@@ -50,7 +50,7 @@ def generate(settings: Settings) -> int:
 
 def chat(settings: Settings) -> int:
     """Talk until the input ends."""
-    params = SamplingParams(**(GENERATE_DEFAULTS | settings.sample))
+    SamplingParams(**settings.sample)
     interactive = sys.stdin.isatty()
     with start(settings) as session:
         session.render([{"role": "user", "content": "Hello"}])  # no template is better known now than after a question
@@ -68,7 +68,7 @@ def chat(settings: Settings) -> int:
                 print(f"moewe: there is no {line}; commands are /clear, /help and /exit", file=sys.stderr)
                 continue
             messages.append({"role": "user", "content": line})
-            said = _say(session, messages, params)
+            said = _say(session, messages, settings.sample)
             if said is None:
                 messages.pop()
             else:
@@ -87,8 +87,9 @@ def start(settings: Settings) -> Session:
         return Session.start(config, on_loading=bars.update)
 
 
-def answer(session: Session, prompt: list[int], params: SamplingParams) -> Iterator[str]:
-    """Yield the text for `prompt`, safe to print."""
+def answer(session: Session, prompt: list[int], sample: dict[str, Any]) -> Iterator[str]:
+    """Yield the text for `prompt`, safe to print; `sample` is what the command line says of sampling."""
+    params = session.params(prompt, sample, GENERATE_DEFAULTS)
     for _, delta in session.stream([prompt], [params]):
         if delta.finish_reason == "error":
             raise ValueError(delta.error or "the request failed")
@@ -131,12 +132,12 @@ def _lines(interactive: bool) -> Iterator[str]:
             yield line
 
 
-def _say(session: Session, messages: list[dict[str, str]], params: SamplingParams) -> str | None:
+def _say(session: Session, messages: list[dict[str, str]], sample: dict[str, Any]) -> str | None:
     """Print the answer as it comes and return it (what there is of it after Ctrl-C); None when it cannot be given."""
     parts: list[str] = []
     try:
         prompt = session.encode(session.render(messages), add_special_tokens=False)
-        stream = answer(session, prompt, params)
+        stream = answer(session, prompt, sample)
         try:
             for text in stream:
                 parts.append(text)

@@ -72,6 +72,11 @@ ENGINE_FLAGS = (
             default="auto"),
     _engine("max-model-len", "int", MODEL, "Longest prompt and output together, in tokens.",
             aliases=("--context-length", "--max-seq-len"), default="the model's, or what KV holds"),
+    _engine("chat-template", "text", MODEL,
+            "File, text or name of a Jinja template to use instead of the model's own."),
+    _engine("generation-config", "text", MODEL,
+            "Where sampling defaults come from: auto, none, or a folder with a generation_config.json.",
+            default="auto, the model's"),
     _engine("skip-tokenizer-init", "switch", MODEL, "Token ids in and out, no text."),
     _engine("seed", "int", MODEL, "Of dummy weights and of requests without a seed.", aliases=("--random-seed",),
             default="0"),
@@ -110,7 +115,6 @@ HTTP_FLAGS = (
     _http("port", "int", "Port to bind; 0 takes any free one.", default="8000"),
     _http("served-model-name", "list", "Name that requests may ask for; may be repeated.", default="the model"),
     _http("api-key", "text", "Bearer token that requests must carry."),
-    _http("chat-template", "text", "File (or text) of a Jinja template that replaces the model's."),
     _http("shutdown-timeout", "float", "Seconds that SIGTERM gives running requests.", field="shutdown_timeout_s",
           default="30"),
     _http("max-body-bytes", "bytes", "Larger request bodies are refused.", default="16MiB"),
@@ -124,10 +128,14 @@ def _sample(name: str, kind: str, help: str, **more: object) -> Flag:
 
 
 SAMPLING_FLAGS = (
-    _sample("max-tokens", "int", "Most tokens to generate.", aliases=("--max-new-tokens",), default="256"),
-    _sample("temperature", "float", "0 takes the most likely token.", default="0"),
-    _sample("top-p", "float", "Keep the smallest set of tokens that reaches this probability.", default="1"),
-    _sample("top-k", "int", "Keep this many most likely tokens; 0 keeps all.", default="0"),
+    _sample(
+        "max-tokens", "int", "Most tokens to generate.", aliases=("--max-new-tokens",), default="the model's, or 256"
+    ),
+    _sample("temperature", "float", "0 takes the most likely token.", default="the model's, or 0"),
+    _sample(
+        "top-p", "float", "Keep the smallest set of tokens that reaches this probability.", default="the model's, or 1"
+    ),
+    _sample("top-k", "int", "Keep this many most likely tokens; 0 keeps all.", default="the model's, or 0"),
     _sample("stop", "list", "End at this text; may be repeated."),
     _sample("ignore-eos", "switch", "Go on past the end token."),
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..runtime.config import EngineConfig
@@ -29,15 +28,15 @@ def serve(settings: Settings) -> int:
     """Serve until told to stop; returns the exit code."""
     options = server_options(settings.http)
     config = config_of(settings)
-    if options.chat_template is not None and config.model.skip_tokenizer_init:
-        raise ValueError("--chat-template needs the tokenizer that --skip-tokenizer-init leaves out; drop one of them")
     with bind(options.host, options.port) as listener:
+        from ..runtime.generation_defaults import generation_defaults
         from ..runtime.resolve import check_checkpoint, resolve
         from ..runtime.session import locate
 
         config = locate(config)
         resolved = resolve(config)
         check_checkpoint(resolved)
+        generation_defaults(config.model)
         put(announcement(resolved) + "\n")
         from .serve import run_server
 
@@ -51,8 +50,6 @@ def config_of(settings: Settings) -> EngineConfig:
 
 def server_options(http: dict[str, Any]) -> ServerOptions:
     """Return the server's options, ranges checked."""
-    from ..text import ChatTemplate
-
     values = dict(http)
     port = values.get("port", 0)
     if not 0 <= port <= 65535:
@@ -60,22 +57,7 @@ def server_options(http: dict[str, Any]) -> ServerOptions:
     for name, least in (("shutdown_timeout_s", 0.0), ("log_stats_interval_s", 0.0), ("max_body_bytes", 1024)):
         if name in values and not least <= values[name] < MOST:
             raise ValueError(f"{name}={values[name]!r} is not allowed; use at least {least:g}, and a finite number")
-    if "chat_template" in values:
-        values["chat_template"] = _template(values["chat_template"])
-        if (problem := ChatTemplate(values["chat_template"]).problem) is not None:
-            raise ValueError(f"--chat-template: {problem}")
     return ServerOptions(**values)
-
-
-def _template(text: str) -> str:
-    """Return the Jinja source that `text` is, or that the file `text` holds."""
-    if "{" in text or "\n" in text:
-        return text
-    try:
-        return Path(text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ValueError(f"--chat-template {text!r} cannot be read: {reason}") from error
 
 
 def bind(host: str, port: int) -> socket.socket:

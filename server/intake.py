@@ -1,8 +1,8 @@
 """From a checked request to token ids: tokenises off the event loop and holds lengths against the model's limits.
 
 Not the check of single fields (server/protocol.py). One rule of length for both routes: a prompt and its `max_tokens`
-must fit the context, else 400 with both numbers; without `max_tokens` a chat may fill it, a completion gets 16 or what
-fits.
+must fit the context, else 400 with both numbers; without `max_tokens` a chat gets the model's `max_new_tokens` or all
+there is, a completion 16, each no more than fits.
 Units: tokens; token ids below the rows of the embedding.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from ..runtime.params import SamplingParams
 from ..runtime.prompts import check_token_ids
-from ..text import TemplateError, Tokenizer
+from ..text import TemplateError, Tokenizer, check_template_kwargs
 from .errors import ApiError, invalid
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
 from .state import ServerState
@@ -77,12 +77,10 @@ async def chat_intake(state: ServerState, request: ChatRequest) -> Intake:
             "this model has no chat template; start the server with --chat-template FILE, or use /v1/completions",
             code="no_chat_template",
         )
-    options = dict(request.chat_template_kwargs or {})
-    for name in ("messages", "tools", "add_generation_prompt"):
-        if name in options:
-            raise invalid(
-                f"chat_template_kwargs.{name} is not allowed; use the field of the request", "chat_template_kwargs"
-            )
+    try:
+        options = check_template_kwargs(request.chat_template_kwargs or {})
+    except ValueError as error:
+        raise invalid(str(error), "chat_template_kwargs") from None
 
     def encode() -> list[int]:
         add_prompt = request.add_generation_prompt is not False
@@ -90,8 +88,6 @@ async def chat_intake(state: ServerState, request: ChatRequest) -> Intake:
             text = template.render(messages, add_generation_prompt=add_prompt, **options)
         except TemplateError as error:
             raise invalid(str(error), "messages", "chat_template_error") from None
-        except TypeError:
-            raise invalid("chat_template_kwargs holds a name that is no identifier", "chat_template_kwargs") from None
         # The template has written every special token itself, the first one included.
         return _encode(state, text, bool(request.add_special_tokens), "messages")
 
@@ -111,6 +107,8 @@ def _intake(state: ServerState, request: GenerationRequest, prompts: list[list[i
         source = "messages" if default is None else "prompt"
         raise _too_long(state, longest, (source, field), asked)
     max_tokens = asked
+    if default is None:
+        default = state.defaults.sampling.get("max_tokens")
     if asked is None and default is not None:
         max_tokens = min(default, limit - longest)
     policy = state.config.schedule.policy
@@ -121,7 +119,9 @@ def _intake(state: ServerState, request: GenerationRequest, prompts: list[list[i
         )  # fmt: skip
     if request.stop and state.tokenizer is None:
         raise invalid("stop needs text, but the server runs without a tokenizer; leave it out", "stop")
-    return Intake(prompts=prompts, params=request.sampling(max_tokens), priority=request.priority or 0)
+    return Intake(
+        prompts=prompts, params=request.sampling(max_tokens, state.defaults.sampling), priority=request.priority or 0
+    )
 
 
 def _too_long(state: ServerState, prompt: int, fields: tuple[str, str], asked: int | None) -> ApiError:

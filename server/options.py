@@ -19,7 +19,6 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         host, port: address to bind; loopback unless told otherwise.
         served_model_name: names under which requests may ask for the model; the first is reported.
         api_key: bearer token asked of every route but the open ones; None asks nothing.
-        chat_template: Jinja source that replaces the checkpoint's own template.
         shutdown_timeout_s: how long SIGTERM lets running requests finish.
         max_body_bytes: larger request bodies are refused unread.
         log_stats_interval_s: a line of statistics this often while busy.
@@ -29,7 +28,6 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     served_model_name: tuple[str, ...] = ()
     api_key: str | None = None
-    chat_template: str | None = None
     shutdown_timeout_s: float = 30.0
     max_body_bytes: int = 16 * 1024 * 1024
     log_stats_interval_s: float = 10.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -106,8 +107,11 @@ class GenerationRequest(_Strict):
         """Return how many alternatives a token are asked for, None for no log-probabilities at all."""
         return None
 
-    def sampling(self, max_tokens: int | None) -> SamplingParams:
-        """Return the sampling parameters; the limit on tokens was resolved against the context."""
+    def sampling(self, max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Return the sampling parameters: what was sent, else the model's `defaults`.
+
+        The limit on tokens was resolved against the context.
+        """
         given: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -117,10 +121,9 @@ class GenerationRequest(_Strict):
             "logprobs": self.asked_logprobs(),
         }
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        sent = {name: value for name, value in given.items() if value is not None}
         try:
-            return SamplingParams(
-                max_tokens=max_tokens, stop=stop, **{name: value for name, value in given.items() if value is not None}
-            )
+            return SamplingParams(**{**defaults, **sent, "max_tokens": max_tokens, "stop": stop})
         except ValueError as error:
             raise self._worded(error) from None
 

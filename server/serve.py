@@ -19,12 +19,12 @@ from collections.abc import Iterator
 import uvicorn
 
 from ..runtime.config import EngineConfig
+from ..runtime.generation_defaults import generation_defaults
 from ..runtime.messages import Failed
 from ..runtime.metrics.export import Metrics
-from ..runtime.prompts import model_tokenizer
+from ..runtime.prompts import model_template, model_tokenizer, with_ends
 from ..runtime.replicas import ReplicaSet
 from ..runtime.resolve import Resolved, resolve
-from ..text import ChatTemplate
 from .console import LoadingDisplay, StatsLine, address
 from .http import build_app
 from .hub import Hub
@@ -62,34 +62,42 @@ def run_server(config: EngineConfig | Resolved, options: ServerOptions, listener
     """
     _raise_descriptor_limit()
     resolved = config if isinstance(config, Resolved) else resolve(config)
-    server = Server(build_state(resolved, options), resolved, listener)
+    state, resolved = build_state(resolved, options)
+    server = Server(state, resolved, listener)
     try:
         return asyncio.run(server.run())
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is over: a second Ctrl-C must not end in a traceback
 
 
-def build_state(resolved: Resolved, options: ServerOptions) -> ServerState:
-    """Return the state of a server that has not started its engines yet."""
+def build_state(resolved: Resolved, options: ServerOptions) -> tuple[ServerState, Resolved]:
+    """Return the state of a server that has not started its engines yet, and what they shall run.
+
+    Raises:
+        ValueError: tokenizer, chat template or generation_config.json are not as asked for.
+    """
     model = resolved.config.model
     tokenizer = model_tokenizer(model)
-    template = tokenizer.chat_template if tokenizer is not None else None
-    if options.chat_template is not None and tokenizer is not None:
-        template = ChatTemplate(options.chat_template, variables=tokenizer.special_tokens)
+    template = model_template(model, tokenizer)
+    defaults = generation_defaults(model)
+    defaults.report()
+    resolved = with_ends(resolved, tokenizer, defaults.end_token_ids)
     if template is not None and template.problem is not None:
         log.warning("%s; chat requests will be refused", template.problem)
     name = (options.served_model_name or (model.model,))[0]
     metrics = Metrics(version=VERSION, model=name, topology=resolved.topology.long())
-    return ServerState(
+    state = ServerState(
         config=resolved.config,
         options=options,
         model_config=resolved.model,
         tokenizer=tokenizer,
         template=template,
+        defaults=defaults,
         metrics=metrics,
         hub=Hub(metrics, most_live=resolved.topology.dp * resolved.most_requests),
         started=int(time.time()),
     )
+    return state, resolved
 
 
 class Server:

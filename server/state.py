@@ -12,6 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from ..runtime.config import EngineConfig
+from ..runtime.generation_defaults import GenerationDefaults
 from ..runtime.messages import Ready, Stats
 from ..runtime.metrics.export import Metrics
 from ..text import ChatTemplate, Tokenizer
@@ -39,6 +40,7 @@ class ServerState:
     Attributes:
         tokenizer: None with `skip_tokenizer_init`.
         template: the chat template in use, or None.
+        defaults: sampling where a request leaves it open.
         hub: live requests.
         started: Unix seconds, the `created` of /v1/models.
         ready: what each replica said when it was ready.
@@ -52,6 +54,7 @@ class ServerState:
     model_config: ModelConfig
     tokenizer: Tokenizer | None
     template: ChatTemplate | None
+    defaults: GenerationDefaults
     metrics: Metrics
     hub: Hub
     started: int

@@ -1,8 +1,9 @@
 """Text in, tokens out and back: tokenizer, chat template, incremental detokenizer, stop matcher (level 1, no torch)."""
 
-from .chat_template import ChatTemplate, TemplateError
+from .chat_template import ChatTemplate, TemplateError, check_template_kwargs
 from .detokenizer import Detokenizer
 from .stop import StopMatcher
+from .templates import check_template_option, chosen_template
 from .tokenizer import Tokenizer, check_tokenizer_files, load_tokenizer
 
 __all__ = [
@@ -11,6 +12,9 @@ __all__ = [
     "StopMatcher",
     "TemplateError",
     "Tokenizer",
+    "check_template_kwargs",
+    "check_template_option",
     "check_tokenizer_files",
+    "chosen_template",
     "load_tokenizer",
 ]

@@ -14,7 +14,14 @@ import jinja2
 
 from .sandbox import Sandbox, TemplateError, check_size, metered, one_line
 
-__all__ = ["ChatTemplate", "TemplateError"]
+__all__ = ["ChatTemplate", "TemplateError", "check_template_kwargs"]
+
+# The longest template seen has 30 KB; compiling takes time that is not metered.
+MAX_SOURCE = 1 << 20
+MOST_KWARGS, MAX_KWARGS_SIZE, MAX_KWARGS_DEPTH = 64, 1 << 16, 8
+# Names that a request has fields for, and names that steer transformers' function rather than a template.
+_OWN_FIELDS = ("messages", "tools", "add_generation_prompt")
+_NO_VARIABLES = ("chat_template", "tokenize", "continue_final_message", "return_assistant_tokens_mask")
 
 
 class ChatTemplate:
@@ -23,16 +30,21 @@ class ChatTemplate:
     Args:
         source: Jinja source.
         variables: names that the template may use besides `messages`, such as `bos_token`.
+        problem: a reason, known already, why it cannot be used.
 
     Attributes:
         problem: why the source does not compile, or None.
     """
 
-    def __init__(self, source: str, *, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(self, source: str, *, variables: Mapping[str, str] | None = None, problem: str | None = None) -> None:
         self.source = source
-        self.problem: str | None = None
+        self.problem = problem
         self._variables = dict(variables or {})
         self._template: jinja2.Template | None = None
+        if problem is None and len(source) > MAX_SOURCE:
+            self.problem = f"chat template does not compile: it has more than {MAX_SOURCE} characters"
+        if self.problem is not None:
+            return
         try:
             self._template = Sandbox().from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -74,6 +86,47 @@ class ChatTemplate:
             raise TemplateError("chat template: it calls itself without end") from None
         except Exception as error:  # a template can raise whatever an operation on its data raises
             raise TemplateError(f"chat template: {type(error).__name__}: {one_line(error)}") from None
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables that a request hands to the template, or refuse them: plain JSON of a modest size.
+
+    Raises:
+        ValueError: one line that begins with the name of the field.
+    """
+    field = "chat_template_kwargs"
+    if not isinstance(kwargs, Mapping):
+        raise ValueError(f"{field} must be an object of names and values, got {type(kwargs).__name__}")
+    if len(kwargs) > MOST_KWARGS:
+        raise ValueError(f"{field} holds {len(kwargs)} names; send at most {MOST_KWARGS}")
+    for name in kwargs:
+        if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
+            raise ValueError(f"{field} holds the name {str(name)[:40]!r}, which no template can read; rename it")
+        if name in _OWN_FIELDS:
+            raise ValueError(f"{field}.{name} is not allowed; use the field of the request")
+        if name in _NO_VARIABLES:
+            raise ValueError(f"{field}.{name} is not a variable of a template; leave it out")
+    size = _json_size(kwargs, 0)
+    if size > MAX_KWARGS_SIZE:
+        raise ValueError(f"{field} is larger than {MAX_KWARGS_SIZE} characters; send less")
+    return dict(kwargs)
+
+
+def _json_size(value: Any, depth: int) -> int:
+    """Count the characters of plain JSON, roughly; refuse what is none, and what is nested without end."""
+    if depth > MAX_KWARGS_DEPTH:
+        raise ValueError(f"chat_template_kwargs is nested more than {MAX_KWARGS_DEPTH} levels deep; flatten it")
+    if value is None or type(value) in (bool, float):
+        return 4
+    if type(value) is int:
+        return value.bit_length() // 3 + 1
+    if type(value) is str:
+        return len(value) + 2
+    if isinstance(value, (list, tuple)):
+        return 2 + sum(_json_size(item, depth + 1) for item in value)
+    if isinstance(value, Mapping) and all(type(key) is str for key in value):
+        return 2 + sum(len(key) + 4 + _json_size(item, depth + 1) for key, item in value.items())
+    raise ValueError(f"chat_template_kwargs holds a {type(value).__name__}; send plain JSON")
 
 
 def _joined(pieces: Iterable[str]) -> str:

@@ -11,22 +11,28 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set, ValuesView
 from contextlib import contextmanager
 from datetime import datetime
+from functools import wraps
 from typing import Any
 
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 MAX_CPU_SECONDS = 2.0
 MAX_CHARACTERS = 16 * 1024 * 1024
+MAX_MADE = 16 * MAX_CHARACTERS
 # No honest template repeats, pads or counts further than this.
 MAX_NUMBER = 1_000_000
 _HUGE_WIDTH = re.compile(r"\d{7,}")
+# They turn whatever they get into text: a list may name the same long text a million times.
+_TEXT_FILTERS = ("capitalize", "e", "escape", "forceescape", "format", "indent", "lower", "string", "striptags",
+                 "title", "trim", "truncate", "upper", "urlencode", "wordcount")  # fmt: skip
 # Each can blow up a small input within a single call, and no chat template needs them.
 _REMOVED_FILTERS = ("batch", "center", "slice", "wordwrap", "xmlattr", "urlize", "pprint", "random")
 
@@ -42,6 +48,7 @@ _limits = threading.local()
 def metered() -> Iterator[None]:
     """Give what renders inside, in this thread, MAX_CPU_SECONDS."""
     _limits.deadline = time.thread_time() + MAX_CPU_SECONDS
+    _limits.made = 0
     try:
         yield
     finally:
@@ -95,13 +102,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        extensions = [_Generation, loopcontrols]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=_printable)
         for name in _REMOVED_FILTERS:
             self.filters.pop(name, None)
         self.globals.pop("lipsum", None)
         self.filters["tojson"] = _to_json
-        for name in ("indent", "format"):
+        for name in _TEXT_FILTERS:
             self.filters[name] = _guarded(self.filters[name])
+        self.filters["sum"] = _sum
         self.filters["replace"] = _replace
         self.filters["join"] = _join
         self.filters |= {"_bounded": _bounded, "_concat": _concat, "_tick": _tick}
@@ -115,7 +124,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Also hide methods that build without bounds."""
-        if isinstance(obj, str) and attr in ("translate", "expandtabs"):
+        if isinstance(obj, str) and attr in ("translate", "expandtabs", "encode"):
             return False
         return super().is_safe_attribute(obj, attr, value)
 
@@ -124,13 +133,22 @@ class Sandbox(ImmutableSandboxedEnvironment):
         owner = getattr(value, "__self__", None)
         if isinstance(owner, str) and value.__name__ in ("format", "format_map"):
             check_format(owner)
-        return super().wrap_str_format(value)
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def checked(*args: Any, **kwargs: Any) -> str:
+            check_value([args, kwargs])
+            return wrapped(*args, **kwargs)
+
+        return checked
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Check operands that could make a huge value, then compute."""
         if operator == "%" and isinstance(left, str):
             check_format(left)
-        elif operator == "+" and isinstance(left, (str, list)) and isinstance(right, (str, list)):
+            check_value(right)
+        elif operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
             check_size(len(left) + len(right))
         elif operator == "*":
             for value, factor in ((left, right), (right, left)):
@@ -166,6 +184,31 @@ def check_size(characters: int) -> None:
         raise TemplateError(f"chat template builds a value of more than {MAX_CHARACTERS} characters")
 
 
+def check_value(value: Any) -> None:
+    """Refuse a value whose text would have more than MAX_CHARACTERS, without writing it out.
+
+    A list can hold one long text, or one long list, many times over: it is small in memory and endless in print.
+    """
+    if isinstance(value, str):
+        check_size(len(value))
+        return
+    total, todo = 0, [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, str):
+            total += len(item)
+        elif isinstance(item, Namespace):
+            todo.append(item._Namespace__attrs)
+        elif isinstance(item, dict):
+            todo += item.keys()
+            todo += item.values()
+            total += len(item)
+        elif isinstance(item, (list, tuple, Set, ValuesView)):
+            todo += item
+            total += len(item)
+        check_size(total)
+
+
 def check_format(pattern: str) -> None:
     """Refuse a format string with an absurd width."""
     if _HUGE_WIDTH.search(pattern):
@@ -191,37 +234,63 @@ def _concat(values: list[Any]) -> str:
 
 
 def _bounded(value: Any) -> Any:
+    """Check one text, and what all those made in this rendering have together: a list could keep every one."""
     if isinstance(value, str):
         check_size(len(value))
+        _limits.made = getattr(_limits, "made", 0) + len(value)
+        if _limits.made > MAX_MADE:
+            raise TemplateError(f"chat template makes texts of more than {MAX_MADE} characters in all")
+    return value
+
+
+def _printable(value: Any) -> Any:
+    """Check what `{{ ... }}` prints."""
+    check_value(value)
     return value
 
 
 def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    def guard(value: Any, *args: Any, **kwargs: Any) -> Any:
-        check_format(str(value)) if function.__name__ == "do_format" else None
+    @wraps(function)
+    def guard(*args: Any, **kwargs: Any) -> Any:
         for argument in (*args, *kwargs.values()):
             if isinstance(argument, int):
                 check_number(argument)
-        return function(value, *args, **kwargs)
+            else:
+                check_value(argument)
+        if function.__name__ == "do_format":
+            check_format(str(args[0]))
+        return _bounded(function(*args, **kwargs))
 
     return guard
 
 
+def _sum(values: Any, attribute: str | None = None, start: float = 0) -> float:
+    """Add numbers; lists would grow with the square of their number."""
+    numbers = [value if attribute is None else value[attribute] for value in values]
+    if not all(isinstance(number, (int, float)) for number in [*numbers, start]):
+        raise TemplateError("chat template sums what are no numbers")
+    return sum(numbers, start)
+
+
 def _replace(value: Any, old: str, new: str, count: int = -1) -> str:
+    check_value(value)
     text = str(value)
     check_size(len(text) + text.count(old) * len(new))
-    return text.replace(old, new, -1 if count is None else count)
+    return str(_bounded(text.replace(old, new, -1 if count is None else count)))
 
 
 def _join(values: Any, separator: str = "", attribute: str | None = None) -> str:
-    texts = [str(value if attribute is None else value[attribute]) for value in values]
+    values = [value if attribute is None else value[attribute] for value in values]
+    check_value(values)
+    texts = [str(value) for value in values]
     check_size(sum(map(len, texts)) + len(separator) * len(texts))
-    return separator.join(texts)
+    return str(_bounded(separator.join(texts)))
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
     check_number(indent or 0)
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+    check_value(value)
+    return str(_bounded(json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)))
 
 
 def _raise(message: str) -> None:

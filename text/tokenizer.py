@@ -13,9 +13,9 @@ from typing import Any
 
 import tokenizers
 
-from .chat_template import ChatTemplate
 from .detokenizer import Detokenizer
 from .pieces import PieceRule, piece_rule
+from .templates import NamedTemplates, find_templates, templates_of
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _VOCABULARIES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")
@@ -27,10 +27,17 @@ class Tokenizer:
     Args:
         backend: does the work.
         config: tokenizer_config.json (special tokens, `add_bos_token`, `added_tokens_decoder`).
-        template: source of the chat template, or None.
+        templates: the chat templates of the model.
+
+    Attributes:
+        special_tokens: the special tokens that have a role, as text; templates see them by these names.
+        templates: as given.
+        chat_template: the one for chats, or None.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], template: str | None = None) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, config: dict[str, Any], templates: NamedTemplates | None = None
+    ) -> None:
         self._backend = backend
         self._config = config
         backend.no_truncation()
@@ -44,7 +51,8 @@ class Tokenizer:
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.chat_template = ChatTemplate(template, variables=self.special_tokens) if template else None
+        self.templates = templates or NamedTemplates()
+        self.chat_template = self.templates.chosen(self.special_tokens)
         self._spec = json.loads(backend.to_str())
         rule = piece_rule(self._spec.get("decoder"))
         self._rule: PieceRule | None = rule if rule is not None and self._agrees(rule) else None
@@ -180,7 +188,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     config = _read_json(path / "tokenizer_config.json")
     for name, value in _read_json(path / "special_tokens_map.json").items():
         config.setdefault(name, value)
-    return Tokenizer(backend, config, _template_source(path, config))
+    return Tokenizer(backend, config, find_templates(path, config))
 
 
 def _load_through_transformers(path: Path) -> Tokenizer:
@@ -201,8 +209,11 @@ def _load_through_transformers(path: Path) -> Tokenizer:
             "convert it, give another with --tokenizer, or use --skip-tokenizer-init"
         )
     config = {name: str(getattr(loaded, name)) for name in _NAMED_TOKENS if getattr(loaded, name, None) is not None}
-    template = getattr(loaded, "chat_template", None)
-    return Tokenizer(backend, config, _chosen(template))
+    try:
+        templates = NamedTemplates(sources=templates_of(getattr(loaded, "chat_template", None)))
+    except ValueError as error:
+        templates = NamedTemplates(problem=f"chat template cannot be read: {error}")
+    return Tokenizer(backend, config, templates)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -217,28 +228,12 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _template_source(path: Path, config: dict[str, Any]) -> str | None:
-    """The chat template: `chat_template.jinja`, else `chat_template.json`, else the one in tokenizer_config.json."""
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text("utf-8")
-    return _chosen(_read_json(path / "chat_template.json").get("chat_template")) or _chosen(config.get("chat_template"))
-
-
-def _chosen(template: Any) -> str | None:
-    """Of several named templates take `default`, else the first."""
-    if isinstance(template, list):
-        template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-    if isinstance(template, dict):
-        template = template.get("default") or next(iter(template.values()), None)
-    return template if isinstance(template, str) and template else None
-
-
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
     """The special tokens that have a role, as text."""
+    extra = config.get("extra_special_tokens")
+    named = {name: config.get(name) for name in _NAMED_TOKENS}
     tokens = {}
-    for name in _NAMED_TOKENS:
-        value = config.get(name)
+    for name, value in {**(extra if isinstance(extra, dict) else {}), **named}.items():
         if isinstance(value, dict):
             value = value.get("content")
         if isinstance(value, str):

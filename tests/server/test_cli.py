@@ -77,16 +77,23 @@ def test_help_groups_flags_in_panels(capfd: pytest.CaptureFixture[str]) -> None:
         (["serve", "m", "--topology", "EP8"], "did you mean EP8DP1?"),
         (["serve", "m", "--topology", "dynamo-launch"], "not available in this version"),
         (["serve", "m", "--topology", "EP2DP1", "--dialect", "x"], "vllm, sglang, deepseek"),
-        (["serve", "m", "--chat-template", "{{ 1 }}", "--skip-tokenizer-init"], "--chat-template needs the tokenizer"),
+        (
+            ["serve", "m", "--chat-template", "{{ 1 }}", "--skip-tokenizer-init"],
+            "--chat-template='{{ 1 }}' is not allowed; it needs the tokenizer",
+        ),
+        (["chat", "m", "--chat-template", ""], "--chat-template"),
+        (["generate", "m", "text", "--chat-template", "{{ 1 }}"], "there is no flag --chat-template"),
+        (["serve", "m", "--generation-config", ""], "--generation-config"),
         (["serve", "m", "-tp", "8"], "one topology says it all"),
         (["serve", "m", "--data-parallel-size=8"], "one topology says it all"),
         (["serve", "m", "--log-level", "loud"], "--log-level: 'loud'"),
         (["serve", "m", "--host", "not a host", "--port", "0"], "--host 'not a host'"),
-        (["serve", "m", "--chat-template", "nowhere.jinja"], "'nowhere.jinja' cannot be read"),
+        (["serve", "m", "--chat-template", "nowhere.jinja"], "--chat-template='nowhere.jinja' cannot be read"),
         (["serve", "m", "--shutdown-timeout", "-1"], "--shutdown-timeout=-1.0"),
         (["generate", "m", "text", "--max-tokens", "0"], "--max-tokens=0"),
         (["serve", "m", "--max-tokenz", "1"], "there is no flag --max-tokenz; did you mean --max-tokens?"),
-        (["serve", "m", "--chat-template", "{% for %}"], "--chat-template: chat template does not compile"),
+        (["serve", "m", "--chat-template", "{% for %}"], "is not allowed; chat template does not compile"),
+        (["chat", "m", "--chat-template", "/"], "--chat-template='/' cannot be read: Is a directory"),
         (["serve", "m", "--seed", "99999999999999999999999"], "--seed=99999999999999999999999 is not allowed"),
         (["serve", "m", "--max-num-seqs", "0"], "--max-num-seqs=0"),
         (["serve", "m", "--max-num-batched-tokens", "0"], "--max-num-batched-tokens=0"),
@@ -226,13 +233,6 @@ def test_exit_codes_of_commands(monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
         assert code == expected and says in err and "Traceback" not in err
     monkeypatch.setattr(cli_local, "chat", lambda settings: 3)
     assert run(capfd, "chat", "m")[0] == 3
-
-
-def test_chat_template_may_be_text_or_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "t.jinja"
-    file.write_text("from file")
-    assert server_options({"chat_template": str(file)}).chat_template == "from file"
-    assert server_options({"chat_template": "{{ messages }}"}).chat_template == "{{ messages }}"
 
 
 def test_a_full_stdout_is_named() -> None:

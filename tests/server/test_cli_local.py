@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from moewe.runtime.generation_defaults import GenerationDefaults
 from moewe.runtime.messages import Delta, Loading
 from moewe.runtime.params import SamplingParams
 from moewe.server import cli_local
@@ -23,8 +24,12 @@ class FakeSession:
     def __init__(self, *answers: Sequence[Any]) -> None:
         self.answers = list(answers)
         self.prompts: list[str] = []
-        self.params: list[SamplingParams] = []
+        self.used: list[SamplingParams] = []
         self.left_early = 0
+        self.defaults = GenerationDefaults()
+
+    def params(self, prompt: Sequence[int], given: dict[str, Any], otherwise: dict[str, Any]) -> SamplingParams:
+        return self.defaults.params(given, otherwise=otherwise, room=100 - len(prompt))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self.prompts.append(text)
@@ -34,7 +39,7 @@ class FakeSession:
         return "|".join(f"{message['role'][0]}:{message['content']}" for message in messages)
 
     def stream(self, prompts: Any, params: Sequence[SamplingParams]) -> Iterator[tuple[int, Delta]]:
-        self.params += params
+        self.used += params
         finished = False
         try:
             for piece in self.answers.pop(0):
@@ -68,7 +73,7 @@ def test_generate_streams_and_ends_with_a_newline(say: Any, capsys: pytest.Captu
     assert cli_local.generate(settings("France is", max_tokens=5)) == 0
     assert capsys.readouterr().out == " Paris.[2J\n"
     assert fake.prompts == ["France is"]
-    assert fake.params[0].greedy and fake.params[0].max_tokens == 5
+    assert fake.used[0].greedy and fake.used[0].max_tokens == 5
 
 
 def test_an_empty_answer_is_explained(say: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ import uvicorn
 from moewe.models.config import ModelConfig, MoEConfig, RotaryConfig
 from moewe.moe.routing import RoutingConfig
 from moewe.runtime.config import EngineConfig, ModelOptions, ParallelOptions
+from moewe.runtime.generation_defaults import GenerationDefaults
 from moewe.runtime.messages import Delta, LogprobEntry, RankStats, Ready, Stats
 from moewe.runtime.metrics.export import Metrics
 from moewe.runtime.metrics.stats import encode_counters, rank_stats
@@ -128,7 +129,12 @@ def model_config() -> ModelConfig:
 
 
 def make_state(
-    replicas: FakeReplicas | None = None, *, template: str | None = CHATML, max_model_len: int = 64, **options: Any
+    replicas: FakeReplicas | None = None,
+    *,
+    template: str | None = CHATML,
+    max_model_len: int = 64,
+    defaults: dict[str, Any] | None = None,
+    **options: Any,
 ) -> ServerState:
     tokens = replicas.tokenizer if replicas is not None else tokenizer()
     metrics = Metrics(version="0", model="gull", topology="EP2DP1")
@@ -141,6 +147,7 @@ def make_state(
         model_config=model_config(),
         tokenizer=tokens,
         template=None if template is None else ChatTemplate(template, variables={"bos_token": "<s>"}),
+        defaults=GenerationDefaults(sampling=defaults or {}),
         metrics=metrics,
         hub=Hub(metrics, most_live=100),
         started=1,
