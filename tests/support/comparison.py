@@ -11,9 +11,15 @@ from pathlib import Path
 
 import torch
 
-from tests.support.fixtures import reference_logits
+from tests.support.fixtures import half_precision_logits, reference_logits
 from tests.support.harness import Outcome
-from tests.support.numerics import LOGIT_TIE, LOGITS_AGAINST_REFERENCE, LOGITS_BETWEEN_RUNS
+from tests.support.numerics import (
+    HALF_PRECISION_FACTOR,
+    LOGIT_TIE,
+    LOGITS_AGAINST_REFERENCE,
+    LOGITS_BETWEEN_RUNS,
+    LOGITS_IN_HALF_PRECISION,
+)
 
 
 def compare_with_reference(checkpoint: Path, outcome: Outcome) -> None:
@@ -32,6 +38,25 @@ def compare_with_reference(checkpoint: Path, outcome: Outcome) -> None:
     )
     start = len(outcome.prompt) - 1
     compare_choices(reference[start:], outcome.tokens)
+
+
+def compare_half_precision(checkpoint: Path, ours: torch.Tensor, prompt: Sequence[int]) -> None:
+    """Raise AssertionError unless logits [T, V] in bf16 are near those of fp32 on the same weights.
+
+    Rounding flips an expert here and there, which moves the logits of that token and of those after it by much more
+    than a rounding does. So median and mean over the rows are held to the format's tolerance, or to a multiple of what
+    transformers itself loses in bf16 where that is more.
+    """
+    reference = reference_logits(checkpoint, prompt)
+    assert ours.shape == reference.shape and ours.isfinite().all()
+
+    def errors(logits: torch.Tensor) -> torch.Tensor:
+        return (logits - reference).pow(2).mean(-1).sqrt() / reference.pow(2).mean(-1).sqrt()
+
+    own, theirs = errors(ours), errors(half_precision_logits(checkpoint, prompt))
+    for name, a, b in (("median", own.median(), theirs.median()), ("mean", own.mean(), theirs.mean())):
+        allowed = max(HALF_PRECISION_FACTOR * float(b), LOGITS_IN_HALF_PRECISION)
+        assert a <= allowed, f"the {name} row is off by {float(a):.1e}, that of transformers by {float(b):.1e}"
 
 
 def compare_choices(reference: torch.Tensor, tokens: Sequence[int]) -> None:

@@ -1,22 +1,26 @@
 """Runs `Decoder` alone, without scheduler and worker: token ids in, logits of every position out, ranks as threads.
 
 Not the invariance harness (harness.py drives the real runtime). Sequence i belongs to rank i modulo W; it runs in
-chunks of `chunk` tokens, its last tokens one by one as decode rows.
+chunks of `chunk` tokens, its last tokens one by one as decode rows. Blocks that no row of a piece sees any more are
+replaced in its table by one full of NaN, as a block given to somebody else could be.
 Shapes: logits [T, V] f32 of one sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from moewe.attention.batch import AttentionBatch
 from moewe.attention.build import build_attention_batch
 from moewe.kvcache import KVStorage
+from moewe.kvcache.groups import CacheGroup
+from moewe.models.config import ModelConfig
 from moewe.models.decoder import Decoder, ForwardBatch
 from moewe.models.families import load_config
 from moewe.models.footprint import cache_groups
@@ -33,13 +37,19 @@ NUM_DECODES = 3  # tokens at the end of every sequence that run alone
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens [start, stop) of sequence `index` in one step; also what `build_attention_batch` calls a segment."""
+    """Tokens [start, stop) of sequence `index` in one step; also what `build_attention_batch` calls a segment.
+
+    Attributes:
+        length: of the whole sequence.
+        block_table: [n] i64 of the cache group at hand.
+    """
 
     index: int
     start: int
     stop: int
+    length: int
     block_table: np.ndarray
-    row_start: int
+    row_start: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -93,20 +103,21 @@ def decode(
         decoder = Decoder(config, weights, placement=placement, rank=rank, exchange=exchange, counters=counters)
         own = [i for i in range(len(sequences)) if i % num_ranks == rank]
         tables = _tables([len(sequences[i]) for i in own])
-        storage = KVStorage(
-            cache_groups(config, dtype=FORMATS[dtype]),
-            num_blocks=sum(map(len, tables)) + 1,
-            block_size=BLOCK_SIZE,
-        )
+        groups = cache_groups(config, dtype=FORMATS[dtype])
+        poison = sum(map(len, tables)) + 1
+        storage = KVStorage(groups, num_blocks=poison + 1, block_size=BLOCK_SIZE)
+        for layer in range(config.num_layers):
+            for part in storage.layer(layer):
+                part[poison] = torch.nan
         found: dict[int, list[torch.Tensor]] = {i: [] for i in own}
         for step in range(num_steps):
             pieces = []
             for i, table in zip(own, tables):
                 if step < len(plan[i]):
                     start, stop = plan[i][step]
-                    pieces.append(Piece(i, start, stop, table[: -(-stop // BLOCK_SIZE)], 0))
+                    pieces.append(Piece(i, start, stop, len(sequences[i]), table[: -(-stop // BLOCK_SIZE)]))
             pieces.sort(key=lambda p: p.num_rows != 1)  # decode rows first
-            batch, pieces = _batch(pieces, sequences)
+            batch, pieces = _batch(pieces, sequences, config, groups, poison)
             counters.begin_step("mixed", batch.input_ids.shape[0])
             logits = decoder.logits(decoder.forward(batch, storage))
             for piece in pieces:
@@ -137,31 +148,53 @@ def _tables(lengths: Sequence[int]) -> list[np.ndarray]:
     return [part.astype(np.int64) for part in np.split(order, np.cumsum(counts)[:-1])]
 
 
-def _batch(pieces: list[Piece], sequences: Sequence[Sequence[int]]) -> tuple[ForwardBatch, list[Piece]]:
+def _batch(
+    pieces: list[Piece],
+    sequences: Sequence[Sequence[int]],
+    config: ModelConfig,
+    groups: Sequence[CacheGroup],
+    poison: int,
+) -> tuple[ForwardBatch, list[Piece]]:
     pieces = [p for p in pieces if p.num_rows]
     starts = np.cumsum([0, *[p.num_rows for p in pieces]])
-    pieces = [Piece(p.index, p.start, p.stop, p.block_table, int(at)) for p, at in zip(pieces, starts)]
+    pieces = [replace(p, row_start=int(at)) for p, at in zip(pieces, starts)]
+    positions = np.concatenate([np.arange(p.start, p.stop) for p in pieces] or [np.zeros(0, np.int64)])
+    ids = [token for p in pieces for token in sequences[p.index][p.start : p.stop]]
+    scaling = config.rotary.scaling
+    long_rows = None
+    if scaling is not None and scaling.kind == "longrope":
+        long = [p.length > scaling.original_max_position for p in pieces for _ in range(p.num_rows)]
+        long_rows = torch.tensor(long, dtype=torch.bool)
+    batch = ForwardBatch(
+        input_ids=torch.tensor(ids, dtype=torch.int64),
+        positions=torch.from_numpy(positions.astype(np.int64)),
+        attention=tuple(_attention(pieces, group, poison) for group in groups),
+        sample_rows=torch.arange(len(ids)),
+        long_rows=long_rows,
+    )
+    return batch, pieces
+
+
+def _attention(pieces: Sequence[Piece], group: CacheGroup, poison: int) -> AttentionBatch:
+    """What the pieces read and write in one cache group."""
+    pieces = [replace(p, block_table=p.block_table.copy()) for p in pieces]
+    for piece in pieces:
+        piece.block_table[: group.first_visible(piece.start) // BLOCK_SIZE] = poison
     decodes = [p for p in pieces if p.num_rows == 1]
     width = max((len(p.block_table) for p in decodes), default=0)
     tables = np.zeros((len(decodes), width), np.int64)
     for row, piece in enumerate(decodes):
         tables[row, : len(piece.block_table)] = piece.block_table
-    positions = np.concatenate([np.arange(p.start, p.stop) for p in pieces] or [np.zeros(0, np.int64)])
     slots = [
         p.block_table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for p in pieces for at in range(p.start, p.stop)
     ]
-    ids = [token for p in pieces for token in sequences[p.index][p.start : p.stop]]
-    batch = ForwardBatch(
-        input_ids=torch.tensor(ids, dtype=torch.int64),
-        positions=torch.from_numpy(positions.astype(np.int64)),
-        attention=build_attention_batch(
-            slot_mapping=np.array(slots, np.int64),
-            segments=[p for p in pieces if p.num_rows > 1],
-            decode_lengths=np.array([p.stop for p in decodes], np.int64),
-            decode_tables=tables,
-            block_size=BLOCK_SIZE,
-            device=torch.device("cpu"),
-        ),
-        sample_rows=torch.arange(len(ids)),
+    return build_attention_batch(
+        slot_mapping=np.array(slots, np.int64),
+        segments=[p for p in pieces if p.num_rows > 1],
+        decode_lengths=np.array([p.stop for p in decodes], np.int64),
+        decode_tables=tables,
+        block_size=BLOCK_SIZE,
+        device=torch.device("cpu"),
+        kind=group.kind,
+        window=group.window,
     )
-    return batch, pieces

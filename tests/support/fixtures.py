@@ -123,6 +123,15 @@ def reference_logits(path: Path, token_ids: Iterable[int]) -> torch.Tensor:
     return reference_model(path)(input_ids=torch.tensor([list(token_ids)])).logits[0].float().clone()
 
 
+@torch.no_grad()
+def half_precision_logits(path: Path, token_ids: Iterable[int]) -> torch.Tensor:
+    """Return what transformers says in bf16 on the same weights, [T, V] f32."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    if model.config.model_type == "phimoe":
+        mend_longrope(model.model.rotary_emb)
+    return model(input_ids=torch.tensor([list(token_ids)])).logits[0].float()
+
+
 def reference_greedy(path: Path, prompt: Iterable[int], num_tokens: int) -> list[int]:
     """Return the `num_tokens` tokens that REF puts after `prompt`, end tokens taken like any other."""
     return [token for token, _ in _greedy(path, tuple(prompt), num_tokens)]

@@ -246,6 +246,7 @@ def generate(
     setup: Setup | None = None,
     params: SamplingParams | Sequence[SamplingParams] | None = None,
     one_by_one: bool = False,
+    num_alone: int = 0,
 ) -> Run:
     """Run prompts to their end; request i goes to replica i modulo DP.
 
@@ -255,6 +256,7 @@ def generate(
         setup: see `Setup`.
         params: of all requests, or one each; greedy with 16 tokens when missing.
         one_by_one: the next prompt starts when the one before is done.
+        num_alone: the same, for so many prompts at the head of the list.
     """
     setup = setup or Setup()
     default = params if isinstance(params, SamplingParams) else greedy(16)
@@ -265,7 +267,7 @@ def generate(
         for i, (prompt, choice) in enumerate(zip(prompts, wanted, strict=True)):
             group = groups[i % len(groups)]
             outcomes.append(group.submit(f"request-{i}", prompt, choice, seed=1000 + i))
-            if one_by_one:
+            if one_by_one or i < num_alone:
                 group.run()
         for group in groups:
             group.run()

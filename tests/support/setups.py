@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moewe.models.config import ModelConfig
+from moewe.models.footprint import cache_groups
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
 from moewe.runtime.scheduler import SchedulerConfig
+from moewe.runtime.scheduling.limits import GroupLimits
 from moewe.topologies import parse_topology
 
 
@@ -20,6 +22,8 @@ class Setup:
     """Topology, memory and limits of a run.
 
     Attributes:
+        num_blocks: of every cache group.
+        window_blocks: of cache groups with a window or chunks; None gives them `num_blocks`.
         max_chunk_tokens: bounds one prompt's share of a step; None leaves it to `max_num_batched_tokens`.
         depth: steps in flight.
         keep_logits: record the logits of every row.
@@ -28,6 +32,7 @@ class Setup:
 
     topology: str = "EP1DP1"
     num_blocks: int = 256
+    window_blocks: int | None = None
     block_size: int = 16
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
@@ -59,12 +64,20 @@ class Setup:
             ),
         )
 
+    def group_limits(self, model: ModelConfig) -> tuple[GroupLimits, ...]:
+        """Return kind, window and blocks of every cache group of the model."""
+        narrow = self.window_blocks or self.num_blocks
+        return tuple(
+            GroupLimits(num_blocks=narrow if group.window else self.num_blocks, kind=group.kind, window=group.window)
+            for group in cache_groups(model, dtype=self.dtype)
+        )
+
     def scheduler_config(self, model: ModelConfig, num_ranks: int) -> SchedulerConfig:
         """Return the limits that the scheduler plans within."""
         longest = self.max_model_len or model.max_position_embeddings
         return SchedulerConfig(
             num_ranks=num_ranks,
-            num_blocks=self.num_blocks,
+            groups=self.group_limits(model),
             block_size=self.block_size,
             max_model_len=min(longest, self.num_blocks * self.block_size),
             max_num_seqs=self.max_num_seqs,

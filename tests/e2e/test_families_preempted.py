@@ -1,0 +1,28 @@
+"""Every family when its requests lose their blocks on the way and begin again: the same answers all the same."""
+
+import pytest
+
+from tests.support.comparison import compare_with_reference
+from tests.support.fixtures import checkpoint, random_prompt
+from tests.support.harness import generate, greedy
+from tests.support.matrix import MATRIX, num_ranks, parameters
+from tests.support.numerics import LOGITS_AGAINST_REFERENCE
+from tests.support.setups import Setup
+
+LENGTHS = (20, 9, 14)  # for each rank
+# Two such sequences end, three do not fit; of a window of 8 tokens a sequence keeps five blocks of two.
+TIGHT = {"num_blocks": 26, "window_blocks": 12, "block_size": 2}
+CASES = [case for case in MATRIX if case[2] == 7 or case[1] in ("EP1DP1", "EP2DP1")]
+
+
+@pytest.mark.parametrize(("name", "topology", "chunk"), parameters(CASES))
+def test_preempted_requests_equal_transformers(name, topology, chunk):
+    path = checkpoint(name)
+    prompts = [random_prompt(length, seed=i) for i, length in enumerate(LENGTHS * num_ranks(topology))]
+    setup = Setup(topology=topology, max_chunk_tokens=chunk, **TIGHT)
+    run = generate(path, prompts, setup=setup, params=greedy(16))
+    assert run.num_preemptions > 0
+    for outcome in run.outcomes:
+        compare_with_reference(path, outcome)
+        assert len(outcome.tokens) == 16
+        assert outcome.drift <= LOGITS_AGAINST_REFERENCE

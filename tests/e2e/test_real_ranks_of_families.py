@@ -1,0 +1,41 @@
+"""Every family once in processes, as it is served: an engine, two ranks of shared memory, the reference's tokens."""
+
+import pytest
+
+from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
+from moewe.runtime.params import SamplingParams
+from moewe.runtime.replicas import ReplicaSet
+from tests.runtime.test_generation import descendants, is_gone
+from tests.support.fixtures import DENSE_FIXTURES, FIXTURES, checkpoint, random_prompt, reference_greedy
+from tests.support.polling import finish
+
+pytestmark = [pytest.mark.spawn, pytest.mark.slow, pytest.mark.timeout(300)]
+
+READY_S = 120
+LENGTHS = (33, 1, 17, 50)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_ranks_in_processes_answer_as_the_reference(name):
+    path = checkpoint(name)
+    replicas = ReplicaSet.start(
+        EngineConfig(
+            model=ModelOptions(model=name, path=str(path), skip_tokenizer_init=True, dtype="float32"),
+            parallel=ParallelOptions(topology="EP1DP1" if name in DENSE_FIXTURES else "EP2DP1", threads=1),
+            cache=CacheOptions(num_blocks=64),
+            schedule=ScheduleOptions(max_num_seqs=8, max_num_batched_tokens=32),
+        )
+    )
+    try:
+        replicas.wait_ready(READY_S)
+        pids = descendants(replicas)
+        prompts = {f"of-{length}": random_prompt(length, seed=length) for length in LENGTHS}
+        for request_id, prompt in prompts.items():
+            replicas.submit(request_id, prompt, SamplingParams(max_tokens=16, temperature=0, ignore_eos=True))
+        told, ended = finish(replicas, len(prompts))
+    finally:
+        replicas.close()
+    assert set(ended.values()) == {"length"}
+    for request_id, prompt in prompts.items():
+        assert told[request_id] == reference_greedy(path, prompt, 16), request_id
+    assert all(is_gone(pid) for pid in pids)

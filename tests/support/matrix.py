@@ -1,0 +1,45 @@
+"""Which family runs in which topology and chunk size, and which of these runs are quick enough for every run of pytest.
+
+Not tests. Units: tokens; a case is (fixture, topology, largest chunk).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from .fixtures_table import DENSE_FIXTURES, MOE_FIXTURES
+
+TOPOLOGIES = ("EP1DP1", "EP2DP1", "EP4DP1", "EP2DP2")
+DENSE_TOPOLOGIES = ("EP1DP1", "EP1DP2")
+CHUNKS = (1, 7, 512)
+
+Case = tuple[str, str, int]
+MATRIX: list[Case] = [(n, topology, chunk) for n in MOE_FIXTURES for topology in TOPOLOGIES for chunk in CHUNKS]
+MATRIX += [(n, topology, chunk) for n in DENSE_FIXTURES for topology in DENSE_TOPOLOGIES for chunk in CHUNKS]
+MATRIX += [(n, "EP4DP2", 7) for n in ("T-QW3", "T-DS3", "T-GOS")]
+
+
+def _quick() -> set[Case]:
+    """Every family once, and every topology and chunk size with some family."""
+    cases = [("EP2DP1", 7), ("EP1DP1", 512), ("EP2DP1", 512), ("EP1DP1", 7)]
+    quick = {(name, *cases[i % len(cases)]) for i, name in enumerate(MOE_FIXTURES)}
+    quick |= {(name, "EP1DP1", 7) for name in DENSE_FIXTURES}
+    return quick | {("T-QW3", "EP4DP1", 7), ("T-OLM", "EP2DP2", 1), ("T-DS3", "EP4DP1", 1), ("T-QWD", "EP1DP2", 512)}
+
+
+QUICK = _quick()
+
+
+def parameters(cases: Iterable[Case] = MATRIX) -> list[object]:
+    """Return `cases` as parameters of a test, marked slow where they are not quick."""
+    return [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id="-".join(map(str, case)))
+        for case in cases
+    ]
+
+
+def num_ranks(topology: str) -> int:
+    """Return the ranks of all replicas."""
+    return int(topology[2]) * int(topology[5])
