@@ -7,28 +7,34 @@ Letters: D width, H query heads, Hkv KV heads, Dh head width, F FFN width, E exp
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ..moe.experts import ExpertWeights
 from ..moe.wide_ep.placement import ExpertPlacement
-from .config import ModelConfig, MoEConfig
-from .name_map import (
+from ..quant import QuantScheme, QuantTensor
+from .config import LatentConfig, ModelConfig, MoEConfig
+from .parameters import (
     EMBEDDING,
     FINAL_NORM,
+    FINAL_NORM_BIAS,
     HEAD,
-    Shapes,
-    attention_shapes,
-    dense_shapes,
-    expert_shapes,
-    keeps_fp32,
+    HEAD_BIAS,
+    PROJECTIONS,
+    ROUTER,
+    SELECTION_BIAS,
+    SINKS,
+    Parameter,
+    Parameters,
+    global_parameters,
+    layer_parameters,
     layer_prefix,
-    router_shapes,
-    shared_shapes,
-    tensor_names,
+    scheme_of,
 )
-from .weights import DenseFFN, LayerWeights, ModelWeights, MoEWeights
+from .tensor_names import EXPERT
+from .weights import DenseFFN, LatentWeights, LayerWeights, Matrix, ModelWeights, MoEWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,97 +54,170 @@ def allocate_weights(
     config: ModelConfig, placement: ExpertPlacement | None, rank: int, *, dtype: torch.dtype, device: torch.device
 ) -> Allocation:
     """Allocate what `rank` holds under `placement` (None, or one without experts, for a dense model)."""
-    return _Allocator(config, placement, rank, dtype, device).run()
+    targets: dict[str, list[torch.Tensor]] = defaultdict(list)
+    whole = _Allocator(parameters=global_parameters(config), prefix="", dtype=dtype, device=device, targets=targets)
+    embedding = whole.single(EMBEDDING)
+    layers = []
+    for layer in range(config.num_layers):
+        experts: Sequence[int] = ()
+        if config.moe is not None and config.is_moe(layer):
+            experts = range(config.moe.routing.num_experts)
+            if placement is not None:
+                experts = placement.local_experts(rank, config.moe_layers.index(layer)).tolist()
+        inside = _LayerAllocator(
+            parameters=layer_parameters(config, layer),
+            prefix=layer_prefix(layer),
+            dtype=dtype,
+            device=device,
+            targets=targets,
+            config=config,
+            layer=layer,
+            experts=experts,
+        )
+        layers.append(inside.layer_weights())
+    weights = ModelWeights(
+        embedding=embedding,
+        head=embedding if config.head_tied else whole.single(HEAD),
+        head_bias=whole.optional(HEAD_BIAS),
+        final_norm=whole.single(FINAL_NORM),
+        final_norm_bias=whole.optional(FINAL_NORM_BIAS),
+        layers=layers,
+    )
+    return Allocation(weights=weights, targets=dict(targets))
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Allocator:
-    config: ModelConfig
-    placement: ExpertPlacement | None
-    rank: int
+    parameters: Parameters
+    prefix: str
     dtype: torch.dtype
     device: torch.device
-    targets: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+    targets: dict[str, list[torch.Tensor]]
 
-    def run(self) -> Allocation:
-        config, dim = self.config, self.config.hidden_size
-        embedding = self._single(EMBEDDING, (config.vocab_size, dim))
-        layers = [self._layer(layer) for layer in range(config.num_layers)]
-        weights = ModelWeights(
-            embedding=embedding,
-            head=embedding if config.head_tied else self._single(HEAD, (config.vocab_size, dim)),
-            final_norm=self._single(FINAL_NORM, (dim,)),
-            layers=layers,
-        )
-        return Allocation(weights=weights, targets=dict(self.targets))
+    def single(self, name: str) -> torch.Tensor:
+        parameter = self.parameters[name]
+        tensor = self.empty(parameter.shape, parameter)
+        self.targets[self.prefix + name].append(tensor)
+        return tensor
 
-    def _layer(self, layer: int) -> LayerWeights:
-        config, prefix, dim = self.config, layer_prefix(layer), self.config.hidden_size
-        shapes = {prefix + name: shape for name, shape in attention_shapes(config).items()}
-        attention = prefix + "self_attn."
-        is_moe = config.moe is not None and config.is_moe(layer)
-        return LayerWeights(
-            input_norm=self._single(prefix + "input_layernorm.weight", (dim,)),
-            qkv=self._fused([f"{attention}{p}_proj.weight" for p in "qkv"], shapes),
-            qkv_bias=self._fused([f"{attention}{p}_proj.bias" for p in "qkv"], shapes)
-            if config.attention_bias
-            else None,
-            o=self._single(attention + "o_proj.weight", shapes[attention + "o_proj.weight"]),
-            o_bias=self._single(attention + "o_proj.bias", (dim,)) if config.output_bias else None,
-            q_norm=self._optional(attention + "q_norm.weight", shapes),
-            k_norm=self._optional(attention + "k_norm.weight", shapes),
-            post_attention_norm=self._single(prefix + "post_attention_layernorm.weight", (dim,)),
-            dense=None if is_moe else self._ffn(prefix, dense_shapes(config)),
-            moe=self._moe(config.moe, layer) if is_moe and config.moe is not None else None,
-        )
+    def optional(self, name: str) -> torch.Tensor | None:
+        return self.single(name) if name in self.parameters else None
 
-    def _moe(self, moe: MoEConfig, layer: int) -> MoEWeights:
-        config, prefix, names = self.config, layer_prefix(layer), tensor_names(self.config)
-        router = {prefix + name: shape for name, shape in router_shapes(config, moe).items()}
-        shared = shared_shapes(config, moe)
-        gate = f"{names.block}.{names.shared}_gate.weight"
-        return MoEWeights(
-            router=self._single(f"{prefix}{names.block}.gate.weight", router[f"{prefix}{names.block}.gate.weight"]),
-            selection_bias=self._optional(f"{prefix}{names.block}.gate.e_score_correction_bias", router),
-            experts=self._experts(moe, layer),
-            shared=self._ffn(prefix, {n: s for n, s in shared.items() if n != gate}) if shared else None,
-            shared_gate=self._single(prefix + gate, shared[gate]) if moe.shared_gate else None,
-        )
-
-    def _experts(self, moe: MoEConfig, layer: int) -> ExpertWeights:
-        if self.placement is None:
-            experts = list(range(moe.routing.num_experts))
-        else:
-            experts = self.placement.local_experts(self.rank, self.config.moe_layers.index(layer)).tolist()
-        width, dim, count = moe.expert_width, self.config.hidden_size, len(experts)
-        w13 = self._empty((count, 2 * width, dim), self.dtype)  # [S, 2F, D]
-        w2 = self._empty((count, dim, width), self.dtype)  # [S, D, F]
-        for slot, expert in enumerate(experts):
-            views = (w13[slot, :width], w13[slot, width:], w2[slot])
-            for name, view in zip(expert_shapes(self.config, moe, expert), views):
-                self.targets[layer_prefix(layer) + name].append(view)
-        return ExpertWeights(w13=w13, w2=w2)
-
-    def _ffn(self, prefix: str, shapes: Shapes) -> DenseFFN:
-        shapes = {prefix + name: shape for name, shape in shapes.items()}
-        gate, up, down = shapes
-        return DenseFFN(w13=self._fused([gate, up], shapes), w2=self._single(down, shapes[down]))
-
-    def _fused(self, names: list[str], shapes: Shapes) -> torch.Tensor:
+    def fused(self, names: list[str]) -> torch.Tensor:
         """Allocate parameters one below the other in one tensor."""
-        rows = [shapes[name][0] for name in names]
-        tensor = self._empty((sum(rows), *shapes[names[0]][1:]), self.dtype)
+        parts = [self.parameters[name] for name in names]
+        rows = [part.shape[0] for part in parts]
+        tensor = self.empty((sum(rows), *parts[0].shape[1:]), parts[0])
         for name, view in zip(names, torch.split(tensor, rows)):
-            self.targets[name].append(view)
+            self.targets[self.prefix + name].append(view)
         return tensor
 
-    def _optional(self, name: str, shapes: Shapes) -> torch.Tensor | None:
-        return self._single(name, shapes[name]) if name in shapes else None
+    def empty(self, shape: tuple[int, ...], parameter: Parameter) -> torch.Tensor:
+        return torch.empty(shape, dtype=parameter.dtype or self.dtype, device=self.device)
 
-    def _single(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = self._empty(shape, torch.float32 if keeps_fp32(self.config, name) else self.dtype)
-        self.targets[name].append(tensor)
+
+@dataclass(kw_only=True)
+class _LayerAllocator(_Allocator):
+    config: ModelConfig
+    layer: int
+    experts: Sequence[int] = field(default_factory=tuple)
+
+    def layer_weights(self) -> LayerWeights:
+        config = self.config
+        qkv = [f"self_attn.{p}_proj" for p in "qkv"]
+        is_moe = config.moe is not None and config.is_moe(self.layer)
+        return LayerWeights(
+            input_norm=self.single("input_layernorm.weight"),
+            input_norm_bias=self.optional("input_layernorm.bias"),
+            qkv=self._matrix(qkv) if config.latent is None else None,
+            qkv_bias=self._bias(qkv) if config.latent is None else None,
+            latent=self._latent(config.latent) if config.latent is not None else None,
+            o=self._matrix(["self_attn.o_proj"]),
+            o_bias=self._bias(["self_attn.o_proj"]),
+            q_norm=self.optional("self_attn.q_norm.weight"),
+            k_norm=self.optional("self_attn.k_norm.weight"),
+            sinks=self.optional(SINKS),
+            post_attention_norm=self.single("post_attention_layernorm.weight"),
+            post_attention_norm_bias=self.optional("post_attention_layernorm.bias"),
+            dense=None if is_moe else self._ffn("mlp"),
+            moe=self._moe(config.moe) if is_moe and config.moe is not None else None,
+        )
+
+    def _latent(self, latent: LatentConfig) -> LatentWeights:
+        has_rank = latent.query_rank > 0
+        return LatentWeights(
+            q=None if has_rank else self._matrix(["self_attn.q_proj"]),
+            q_a=self._matrix(["self_attn.q_a_proj"]) if has_rank else None,
+            q_a_bias=self._bias(["self_attn.q_a_proj"]) if has_rank else None,
+            q_a_norm=self.optional("self_attn.q_a_layernorm.weight"),
+            q_b=self._matrix(["self_attn.q_b_proj"]) if has_rank else None,
+            kv_a=self._matrix(["self_attn.kv_a_proj"]),
+            kv_a_bias=self._bias(["self_attn.kv_a_proj"]),
+            kv_a_norm=self.single("self_attn.kv_a_layernorm.weight"),
+            kv_b_k=self.single("self_attn.kv_b_k.weight"),
+            kv_b_v=self.single("self_attn.kv_b_v.weight"),
+        )
+
+    def _moe(self, moe: MoEConfig) -> MoEWeights:
+        return MoEWeights(
+            router=self.single(ROUTER),
+            router_bias=self.optional("mlp.router.bias"),
+            selection_bias=self.optional(SELECTION_BIAS),
+            experts=self._experts(),
+            shared=self._ffn("mlp.shared") if moe.shared_width else None,
+            shared_gate=self.optional("mlp.shared_gate.weight"),
+        )
+
+    def _ffn(self, prefix: str) -> DenseFFN:
+        gate, up, down = (f"{prefix}.{projection}" for projection in PROJECTIONS)
+        return DenseFFN(
+            w13=self._matrix([gate, up]), w2=self._matrix([down]), b13=self._bias([gate, up]), b2=self._bias([down])
+        )
+
+    def _matrix(self, modules: list[str]) -> Matrix:
+        """Allocate one matrix of modules one below the other, quantised as config.json says."""
+        scheme, names = scheme_of(self.config, self.layer, modules), [f"{module}.weight" for module in modules]
+        data = self.fused(names)
+        if scheme is None:
+            return data
+        scales = self.fused([f"{module}.weight_scale" for module in modules])
+        return self._quantized(data, scales, scheme, names)
+
+    def _bias(self, modules: list[str]) -> torch.Tensor | None:
+        names = [f"{module}.bias" for module in modules]
+        return self.fused(names) if names[0] in self.parameters else None
+
+    def _experts(self) -> ExpertWeights:
+        gate, up, down = (f"{EXPERT}.{projection}" for projection in PROJECTIONS)
+        return ExpertWeights(
+            w13=self._stacked_matrix([gate, up]),
+            w2=self._stacked_matrix([down]),
+            b13=self._stacked([f"{gate}.bias", f"{up}.bias"]) if f"{gate}.bias" in self.parameters else None,
+            b2=self._stacked([f"{down}.bias"]) if f"{down}.bias" in self.parameters else None,
+        )
+
+    def _stacked_matrix(self, modules: list[str]) -> Matrix:
+        scheme, names = scheme_of(self.config, self.layer, modules), [f"{module}.weight" for module in modules]
+        data = self._stacked(names)
+        if scheme is None:
+            return data
+        return self._quantized(data, self._stacked([f"{module}.weight_scale" for module in modules]), scheme, names)
+
+    def _stacked(self, names: list[str]) -> torch.Tensor:
+        """Allocate [S, rows of all parts, ...] for the local experts."""
+        parts = [self.parameters[name] for name in names]
+        rows = [part.shape[0] for part in parts]
+        tensor = self.empty((len(self.experts), sum(rows), *parts[0].shape[1:]), parts[0])
+        for slot, expert in enumerate(self.experts):
+            for name, view in zip(names, torch.split(tensor[slot], rows)):
+                self.targets[self.prefix + name.replace("#", str(expert))].append(view)
         return tensor
 
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
+    def _quantized(
+        self, data: torch.Tensor, scales: torch.Tensor, scheme: QuantScheme, names: list[str]
+    ) -> QuantTensor:
+        parts = [self.parameters[name] for name in names]
+        shape = (*data.shape[:-1], data.shape[-1] * parts[0].packed)
+        return QuantTensor(
+            data=data, scales=scales, scheme=scheme, shape=shape, sections=tuple(part.shape[0] for part in parts)
+        )

@@ -1,58 +1,69 @@
 """What a model weighs, worked out from its config alone: the record for planner and byte budget, and its cache groups.
 
 Not a measurement: `tests/models/test_footprint.py` holds it against tensors that were really loaded.
-Units: bytes of the number format that weights are held in (parameters that a family keeps in fp32 count as fp32).
+Units: bytes of the number format that weights are held in; what a family keeps in fp32 counts as fp32, and quantised
+matrices count as stored.
 """
 
 from __future__ import annotations
 
-import math
-
 from ..kvcache.groups import CacheGroup
-from ..quant import FORMATS, NumberFormat, parse_format
+from ..quant import NumberFormat, parse_format
 from ..topologies.footprint import ModelFootprint
-from .config import ModelConfig
-from .name_map import Shapes, attention_shapes, dense_shapes, expert_shapes, keeps_fp32, router_shapes, shared_shapes
+from ..topologies.kv_sizes import KVGroup
+from .config import ConfigError, ModelConfig
+from .parameters import (
+    EMBEDDING,
+    HEAD,
+    HEAD_BIAS,
+    Parameters,
+    attention_parameters,
+    dense_parameters,
+    expert_parameters,
+    ffn_norm_parameters,
+    global_parameters,
+    router_parameters,
+    shared_parameters,
+)
 
 
 def model_footprint(config: ModelConfig, *, name: str, dtype: NumberFormat | str) -> ModelFootprint:
     """Return what the model weighs when its weights are held as `dtype`; `name` is what a printed budget calls it."""
-    held, moe, dim = _as_format(dtype), config.moe, config.hidden_size
+    held, moe = _as_format(dtype), config.moe
 
-    def size(shapes: Shapes) -> int:
-        return sum(
-            math.prod(shape) * (FORMATS["float32"] if keeps_fp32(config, f".{parameter}") else held).itemsize
-            for parameter, shape in shapes.items()
-        )
+    def size(parameters: Parameters) -> int:
+        return sum(parameter.num_bytes(held.itemsize) for parameter in parameters.values())
 
-    num_moe, num_dense = len(config.moe_layers), config.num_layers - len(config.moe_layers)
-    norm: Shapes = {"norm.weight": (dim,)}
-    matrix: Shapes = {"weight": (config.vocab_size, dim)}
-    dense, routers, shared, expert = dense_shapes(config) if num_dense else {}, {}, {}, {}
-    if moe is not None:
-        routers, shared, expert = router_shapes(config, moe), shared_shapes(config, moe), expert_shapes(config, moe, 0)
+    whole = global_parameters(config)
+    embedding = {EMBEDDING: whole.pop(EMBEDDING)}
+    head = {name: whole.pop(name) for name in (HEAD, HEAD_BIAS) if name in whole}
+    attention, dense, routers, shared, experts = [], [whole], [], [], []
+    for layer in range(config.num_layers):
+        attention.append(attention_parameters(config, layer))
+        dense.append(ffn_norm_parameters(config))
+        if moe is None or not config.is_moe(layer):
+            dense.append(dense_parameters(config, layer))
+            continue
+        routers.append(router_parameters(config, moe))
+        shared.append(shared_parameters(config, moe, layer))
+        experts.append(expert_parameters(config, moe, layer))
     top_k = moe.routing.top_k if moe else 0
-    attention = attention_shapes(config)
-    touched = (
-        config.num_layers * _matrix_elements(attention)
-        + num_dense * _matrix_elements(dense)
-        + num_moe * (_matrix_elements(routers) + _matrix_elements(shared) + top_k * _matrix_elements(expert))
-        + _matrix_elements(matrix)
-    )
+    touched = sum(map(_matrix_numbers, attention + dense + routers + shared))
+    touched += top_k * sum(map(_matrix_numbers, experts)) + config.vocab_size * config.hidden_size
     return ModelFootprint(
         name=name,
         num_layers=config.num_layers,
-        num_moe_layers=num_moe,
+        num_moe_layers=len(config.moe_layers),
         num_experts=moe.routing.num_experts if moe else 0,
         top_k=top_k,
-        attention_bytes=config.num_layers * size(attention),
-        dense_bytes=num_dense * size(dense) + num_moe * size(routers) + (config.num_layers + 1) * size(norm),
-        shared_bytes=num_moe * size(shared),
-        expert_bytes=size(expert),
-        embedding_bytes=size(matrix),
-        head_bytes=0 if config.head_tied else size(matrix),
-        kv_bytes_per_token=sum(group.bytes_per_token() for group in cache_groups(config, dtype=held)),
-        hidden_size=dim,
+        attention_bytes=sum(map(size, attention)),
+        dense_bytes=sum(map(size, dense + routers)),
+        shared_bytes=sum(map(size, shared)),
+        expert_bytes=max(map(size, experts), default=0),
+        embedding_bytes=size(embedding),
+        head_bytes=size(head),
+        kv_groups=kv_groups(config, dtype=held),
+        hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         max_model_len=config.max_position_embeddings,
         activation_itemsize=held.itemsize,
@@ -60,23 +71,59 @@ def model_footprint(config: ModelConfig, *, name: str, dtype: NumberFormat | str
     )
 
 
-def cache_groups(config: ModelConfig, *, dtype: NumberFormat | str) -> tuple[CacheGroup, ...]:
-    """Return the cache groups of the model when KV is stored as `dtype`: one, for all layers attend to all tokens."""
-    group = CacheGroup(
-        name="full",
-        kind="full",
-        layers=tuple(range(config.num_layers)),
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        value_dim=config.head_dim,
-        number_format=_as_format(dtype),
+def kv_groups(config: ModelConfig, *, dtype: NumberFormat | str) -> tuple[KVGroup, ...]:
+    """Return of the cache groups what their sizes depend on."""
+    return tuple(
+        KVGroup(name=group.name, kind=group.kind, window=group.window, bytes_per_token=group.bytes_per_token())
+        for group in cache_groups(config, dtype=dtype)
     )
-    return (group,)
+
+
+def cache_groups(config: ModelConfig, *, dtype: NumberFormat | str) -> tuple[CacheGroup, ...]:
+    """Return the cache groups of the model when KV is stored as `dtype`, in the order of their first layers.
+
+    Layers share a group when their tokens live equally long: all layers without window, all with the same one.
+    """
+    layers: dict[tuple[str, int], list[int]] = {}
+    for layer in range(config.num_layers):
+        layers.setdefault(_kind_and_window(config, layer), []).append(layer)
+    latent = config.latent
+    return tuple(
+        CacheGroup(
+            name=f"{kind}{window or ''}",
+            kind=kind,
+            layers=tuple(members),
+            num_kv_heads=1 if latent else config.num_kv_heads,
+            head_dim=latent.kv_rank + latent.rope_dim if latent else config.head_dim,
+            value_dim=latent.kv_rank if latent else config.head_dim,
+            number_format=_as_format(dtype),
+            window=window,
+        )
+        for (kind, window), members in layers.items()
+    )
+
+
+def _kind_and_window(config: ModelConfig, layer: int) -> tuple[str, int]:
+    attention = config.attention_of(layer)
+    if config.latent is not None:
+        if attention.window or attention.chunk:
+            raise ConfigError(f"layer {layer} has a window over latent KV, which is not supported; use a model without")
+        return "latent", 0
+    if attention.window and attention.chunk:
+        raise ConfigError(f"layer {layer} has a window of {attention.window} and chunks of {attention.chunk}; use one")
+    if attention.window:
+        return "window", attention.window
+    return ("chunk", attention.chunk) if attention.chunk else ("full", 0)
 
 
 def _as_format(dtype: NumberFormat | str) -> NumberFormat:
     return parse_format(dtype) if isinstance(dtype, str) else dtype
 
 
-def _matrix_elements(shapes: Shapes) -> int:
-    return sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2)
+def _matrix_numbers(parameters: Parameters) -> int:
+    """Return the numbers in matrices, which a token is multiplied with once each; scales are none."""
+    return sum(
+        parameter.num_elements * parameter.packed
+        for name, parameter in parameters.items()
+        if len(parameter.shape) >= 2 and not name.endswith("weight_scale")
+    )

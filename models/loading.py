@@ -1,13 +1,12 @@
 """Fill the weights of one rank from a checkpoint, reading only the byte ranges that this rank holds.
 
-Not names (`name_map`), not files (`checkpoint`), not shapes of what is held (`allocation`): this ties them together.
+Not names (`name_map`), not files (`checkpoint`), not reads (`reads`), not what is held (`allocation`): this ties them.
 Units: bytes. `on_progress(done, total)` is called on the calling thread.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -21,11 +20,9 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .config import ModelConfig
 from .dummy import fill_randomly
 from .name_map import Matched, match_tensors
-from .safetensors_file import SafetensorsFile
+from .reads import Read, Spans, Staging, plan_piece
 from .weights import ModelWeights
 
-CHUNK_BYTES = 16 << 20
-_STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _log = logging.getLogger(__name__)
 OnProgress = Callable[[int, int], None]
 
@@ -35,7 +32,7 @@ class LoadOptions:
     """Which share of the weights to hold, and how.
 
     Attributes:
-        dtype: of the weights held (a router or bias that its family keeps in fp32 stays fp32).
+        dtype: of the weights held (what its family keeps in fp32 stays fp32, quantised matrices stay as stored).
         placement: which expert slots a rank owns; None holds all experts (or the model is dense).
         rank: in the expert-parallel group.
         device: where they are held.
@@ -89,7 +86,8 @@ def load_weights(
     with open_checkpoint(path) as checkpoint:
         matched = match_tensors(checkpoint.tensors, config)
         allocation = _allocate(config, options)
-        reads = _plan_reads(matched, allocation.targets)
+        reads = [read for piece in matched.pieces for read in plan_piece(piece, allocation.targets)]
+        reads.sort(key=lambda read: read.position)
         written = _run_reads(reads, options.num_threads, on_progress or _quiet)
     prove_filled(allocation.weights, written)
     if options.rank == 0:
@@ -108,7 +106,7 @@ def check_weights(path: Path, config: ModelConfig) -> None:
         match_tensors(checkpoint.tensors, config)
 
 
-def prove_filled(weights: ModelWeights, written: list[tuple[int, int]]) -> None:
+def prove_filled(weights: ModelWeights, written: Spans) -> None:
     """Raise RuntimeError unless the address ranges `written` cover every byte of every tensor of `weights` once."""
     spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor in weights.tensors())
     remaining = sorted(written, reverse=True)
@@ -122,53 +120,16 @@ def prove_filled(weights: ModelWeights, written: list[tuple[int, int]]) -> None:
         raise RuntimeError("loading wrote outside of the weights")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Read:
-    """Bytes of a file that become a flat run of elements of a tensor."""
-
-    file: SafetensorsFile
-    offset: int
-    num_bytes: int
-    dtype: torch.dtype
-    target: torch.Tensor  # [n], contiguous
-
-
-@dataclass
-class _Staging(threading.local):
-    """A buffer per thread for elements that change their type or device on the way."""
-
-    buffer: torch.Tensor = field(default_factory=lambda: torch.empty(CHUNK_BYTES, dtype=torch.uint8))
-
-
-def _plan_reads(matched: Matched, targets: dict[str, list[torch.Tensor]]) -> list[_Read]:
-    """Return reads of at most CHUNK_BYTES each, in the order of the files."""
-    reads = []
-    for name, views in targets.items():
-        source = matched.sources[name]
-        dtype = _STORED_DTYPES[source.stored.dtype]
-        chunk = CHUNK_BYTES // dtype.itemsize
-        for view in views:
-            flat = view.view(-1)
-            for start in range(0, len(flat), chunk):
-                part = flat[start : start + chunk]
-                offset = source.stored.offset + (source.offset + start) * dtype.itemsize
-                num_bytes = len(part) * dtype.itemsize
-                reads.append(
-                    _Read(file=source.stored.file, offset=offset, num_bytes=num_bytes, dtype=dtype, target=part)
-                )
-    return sorted(reads, key=lambda read: (read.file.path.name, read.offset))
-
-
-def _run_reads(reads: list[_Read], num_threads: int, on_progress: OnProgress) -> list[tuple[int, int]]:
+def _run_reads(reads: list[Read], num_threads: int, on_progress: OnProgress) -> Spans:
     """Run all reads; returns the address ranges that they wrote."""
-    total, done, staging = sum(read.num_bytes for read in reads), 0, _Staging()
-    written = []
+    total, done, staging = sum(read.num_bytes for read in reads), 0, Staging()
+    written = Spans()
     on_progress(0, total)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as pool:
-        futures = {pool.submit(_run_read, read, staging): read for read in reads}
+        futures = {pool.submit(read.run, staging): read for read in reads}
         try:
             for future in as_completed(futures):
-                written.append(future.result())
+                written += future.result()
                 done += futures[future].num_bytes
                 on_progress(done, total)
         except BaseException:
@@ -177,24 +138,13 @@ def _run_reads(reads: list[_Read], num_threads: int, on_progress: OnProgress) ->
     return written
 
 
-def _run_read(read: _Read, staging: _Staging) -> tuple[int, int]:
-    target = read.target
-    if target.device.type == "cpu" and target.dtype == read.dtype:
-        read.file.read_into(target.view(torch.uint8).numpy().data, read.offset)
-    else:
-        stored = staging.buffer[: read.num_bytes]
-        read.file.read_into(stored.numpy().data, read.offset)
-        target.copy_(stored.view(read.dtype))
-    return target.data_ptr(), target.data_ptr() + target.nbytes
-
-
 def _allocate(config: ModelConfig, options: LoadOptions) -> Allocation:
     return allocate_weights(config, options.placement, options.rank, dtype=options.dtype, device=options.device)
 
 
 def _make_dummy(config: ModelConfig, options: LoadOptions, on_progress: OnProgress) -> LoadReport:
     allocation = _allocate(config, options)
-    total, written = allocation.weights.num_bytes, []
+    total, written = allocation.weights.num_bytes, Spans()
     done = 0
 
     def on_filled(view: torch.Tensor) -> None:
@@ -215,6 +165,9 @@ def _log_leftovers(checkpoint: Checkpoint, matched: Matched) -> None:
     if matched.ignored:
         shown = ", ".join(map(ascii, matched.ignored[:3]))
         _log.info("%d stored tensors that nothing needs were left alone: %s ...", len(matched.ignored), shown)
+    if matched.padded:
+        shown = ", ".join(map(ascii, matched.padded))
+        _log.info("rows past vocab_size were left alone in padded tensors: %s", shown)
 
 
 def _quiet(done: int, total: int) -> None:

@@ -1,34 +1,72 @@
-"""Names and shapes: every parameter of a model, and which stored tensor holds it.
+"""Which stored tensor holds which parameters, and how they lie in it.
 
-Not reading and not about ranks: parameters are those of the whole model, one name an expert and projection.
-Shapes are those that a checkpoint stores, row-major; offsets count elements of the stored tensor.
+Not reading and not about ranks: every parameter of the whole model is found, one name an expert and projection.
+Offsets count elements of the stored tensor. Names of the files come from strangers and are only looked up.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
-from .config import ConfigError, ModelConfig, MoEConfig
-from .families import FAMILIES
-from .family import TensorNames
+import torch
+
+from ..quant import FP8_BLOCK, MXFP4, QuantScheme
+from .config import ConfigError, ModelConfig
 from .json_fields import show
+from .parameters import (
+    EMBEDDING,
+    HEAD,
+    HEAD_BIAS,
+    Parameters,
+    global_parameters,
+    layer_parameters,
+    layer_prefix,
+    names_of,
+    scheme_of,
+)
 from .safetensors_file import StoredTensor
+from .tensor_names import Spelling
 
-EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 LOADABLE = ("F32", "F16", "BF16")
+_STORED_AS = {torch.uint8: ("U8",), torch.float8_e4m3fn: ("F8_E4M3",)}
 _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-Shapes = dict[str, tuple[int, ...]]
+_IN_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.(.+)")
+_EXPERT = re.compile(r"(.*\.experts\.)(0|[1-9][0-9]{0,8})(\..+)")
+_PER_VOCABULARY = (EMBEDDING, HEAD, HEAD_BIAS)
+_KV_B_SCALE = "self_attn.kv_b_proj.weight_scale_inv"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
-    """Where a parameter lies: from element `offset` of a stored tensor on."""
+class Piece:
+    """A run of elements of a stored tensor, and the parameters in it.
+
+    Attributes:
+        stored: the tensor.
+        offset: of the first element.
+        shape: of the run, [rows], [rows, columns], or [columns, rows] where `transposed`.
+        parts: the parameters, by our whole names.
+        rows: of each part.
+        groups: 1: all rows of a part lie together; more: that many times a share of each part in turn.
+        transposed: columns come first.
+        scales: of a run that is dequantised while it is loaded, with their scheme.
+    """
 
     stored: StoredTensor
     offset: int
+    shape: tuple[int, ...]
+    parts: tuple[str, ...]
+    rows: tuple[int, ...]
+    groups: int = 1
+    transposed: bool = False
+    scales: tuple[StoredTensor, QuantScheme] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """True when each part is a run of its own, in the order in which it is held."""
+        return self.groups == 1 and not self.transposed and self.scales is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,114 +74,14 @@ class Matched:
     """What the tensors of a checkpoint are.
 
     Attributes:
-        sources: for every parameter of the model, where it lies.
-        ignored: stored tensors that nothing needs, by the explicit list.
+        pieces: every parameter of the model is in exactly one.
+        ignored: stored tensors that nothing needs, by the explicit lists.
+        padded: stored tensors with more rows than the vocabulary has; the rows behind it are not needed.
     """
 
-    sources: dict[str, Source]
+    pieces: tuple[Piece, ...]
     ignored: tuple[str, ...]
-
-
-def layer_prefix(layer: int) -> str:
-    """Return what the names of all tensors of a decoder layer begin with."""
-    return f"model.layers.{layer}."
-
-
-def attention_shapes(config: ModelConfig) -> Shapes:
-    """Return the attention parameters of one layer with their norms, by name inside the layer."""
-    dim, head = config.hidden_size, config.head_dim
-    rows = {
-        "q_proj": config.num_heads * head,
-        "k_proj": config.num_kv_heads * head,
-        "v_proj": config.num_kv_heads * head,
-    }
-    shapes: Shapes = {"input_layernorm.weight": (dim,)}
-    shapes |= {f"self_attn.{name}.weight": (n, dim) for name, n in rows.items()}
-    if config.attention_bias:
-        shapes |= {f"self_attn.{name}.bias": (n,) for name, n in rows.items()}
-    shapes["self_attn.o_proj.weight"] = (dim, config.num_heads * head)
-    if config.output_bias:
-        shapes["self_attn.o_proj.bias"] = (dim,)
-    if config.qk_norm is not None:
-        full = config.qk_norm == "full"
-        shapes["self_attn.q_norm.weight"] = (rows["q_proj"] if full else head,)
-        shapes["self_attn.k_norm.weight"] = (rows["k_proj"] if full else head,)
-    return shapes
-
-
-def ffn_shapes(prefix: str, projections: tuple[str, str, str], width: int, dim: int) -> Shapes:
-    """Return gate, up and down of one gated FFN."""
-    gate, up, down = projections
-    return {
-        f"{prefix}{gate}.weight": (width, dim),
-        f"{prefix}{up}.weight": (width, dim),
-        f"{prefix}{down}.weight": (dim, width),
-    }
-
-
-def router_shapes(config: ModelConfig, moe: MoEConfig) -> Shapes:
-    """Return the router's parameters of one MoE layer, by name inside the layer."""
-    block, experts = tensor_names(config).block, moe.routing.num_experts
-    shapes: Shapes = {f"{block}.gate.weight": (experts, config.hidden_size)}
-    if moe.selection_bias:
-        shapes[f"{block}.gate.e_score_correction_bias"] = (experts,)
-    return shapes
-
-
-def shared_shapes(config: ModelConfig, moe: MoEConfig) -> Shapes:
-    """Return the shared expert of one MoE layer with its gate, by name inside the layer; empty without one."""
-    if not moe.shared_width:
-        return {}
-    names = tensor_names(config)
-    shapes = ffn_shapes(
-        f"{names.block}.{names.shared}.", TensorNames().projections, moe.shared_width, config.hidden_size
-    )
-    if moe.shared_gate:
-        shapes[f"{names.block}.{names.shared}_gate.weight"] = (1, config.hidden_size)
-    return shapes
-
-
-def expert_shapes(config: ModelConfig, moe: MoEConfig, expert: int) -> Shapes:
-    """Return one routed expert of one MoE layer, by name inside the layer: gate, up, down."""
-    names = tensor_names(config)
-    return ffn_shapes(f"{names.block}.experts.{expert}.", names.projections, moe.expert_width, config.hidden_size)
-
-
-def dense_shapes(config: ModelConfig) -> Shapes:
-    """Return the FFN of one dense layer, by name inside the layer: gate, up, down."""
-    return ffn_shapes("mlp.", TensorNames().projections, config.dense_width, config.hidden_size)
-
-
-def parameter_shapes(config: ModelConfig) -> Shapes:
-    """Return every parameter of the whole model with its shape."""
-    dim = config.hidden_size
-    shapes: Shapes = {EMBEDDING: (config.vocab_size, dim)}
-    for layer in range(config.num_layers):
-        inside = attention_shapes(config) | {"post_attention_layernorm.weight": (dim,)}
-        if config.moe is not None and config.is_moe(layer):
-            inside |= router_shapes(config, config.moe) | shared_shapes(config, config.moe)
-            for expert in range(config.moe.routing.num_experts):
-                inside |= expert_shapes(config, config.moe, expert)
-        else:
-            inside |= dense_shapes(config)
-        shapes |= {layer_prefix(layer) + name: shape for name, shape in inside.items()}
-    shapes[FINAL_NORM] = (dim,)
-    if not config.head_tied:
-        shapes[HEAD] = (config.vocab_size, dim)
-    return shapes
-
-
-def tensor_names(config: ModelConfig) -> TensorNames:
-    """Return how the family of `config` spells its tensors."""
-    return FAMILIES[config.family].names
-
-
-def keeps_fp32(config: ModelConfig, name: str) -> bool:
-    """True when the parameter is held in fp32 whatever the dtype of the model."""
-    if name.endswith(".e_score_correction_bias"):
-        return True
-    moe = FAMILIES[config.family].moe
-    return moe is not None and moe.router_fp32 and name.endswith(f".{tensor_names(config).block}.gate.weight")
+    padded: tuple[str, ...]
 
 
 def match_tensors(tensors: Mapping[str, StoredTensor], config: ModelConfig) -> Matched:
@@ -153,58 +91,183 @@ def match_tensors(tensors: Mapping[str, StoredTensor], config: ModelConfig) -> M
         ConfigError: a parameter is missing or given twice, a tensor has another shape or number format than the config
             calls for, or a tensor is neither a parameter nor on the list of those to ignore.
     """
-    shapes = parameter_shapes(config)
-    sources: dict[str, Source] = {}
-    ignored, unknown = [], []
-    for name, stored in tensors.items():
-        own_name = _own_spelling(name, config)
-        if _IGNORED.search(name) or (config.head_tied and name == HEAD):
-            ignored.append(name)
-            continue
-        pieces = [(own_name, 0)] if own_name in shapes else list(_stacked_pieces(own_name, stored, shapes, config))
-        if not pieces:
-            unknown.append(name)
-            continue
-        _check_shape(stored, shapes.get(own_name, stored.shape))
-        for parameter, offset in pieces:
-            if parameter in sources:
-                other = show(sources[parameter].stored.name)
-                raise ConfigError(f"{show(name)} and {other} both hold {parameter}; remove one of them")
-            sources[parameter] = Source(stored=stored, offset=offset)
-    if unknown:
-        raise ConfigError(
-            f"weight files hold {_count(unknown)} that {config.family} with this config.json does not have; "
-            "config.json belongs to another model, or the model has a part that this version does not run"
-        )
-    missing = [name for name in shapes if name not in sources]
-    if missing:
-        raise ConfigError(_missing(missing))
-    return Matched(sources=sources, ignored=tuple(ignored))
+    return _Matcher(tensors=tensors, config=config).run()
 
 
-def _own_spelling(name: str, config: ModelConfig) -> str:
-    for other, own in tensor_names(config).aliases:
-        name = name.replace(other, own)
-    return name
+@dataclass(kw_only=True)
+class _Matcher:
+    tensors: Mapping[str, StoredTensor]
+    config: ModelConfig
+    pieces: list[Piece] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    padded: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    found: dict[str, str] = field(default_factory=dict)  # parameter -> stored name
 
+    def run(self) -> Matched:
+        config = self.config
+        self.globals = global_parameters(config)
+        self.layers = [layer_parameters(config, layer) for layer in range(config.num_layers)]
+        self.extra_layers = set(self._extra_layers())
+        for name, stored in self.tensors.items():
+            if self._is_ignored(name):
+                self.ignored.append(name)
+                continue
+            for piece in self._pieces(self._bare(name), stored):
+                self._add(piece)
+        if self.unknown:
+            raise ConfigError(
+                f"weight files hold {_count(self.unknown)} that {config.family} with this config.json does not have; "
+                "config.json belongs to another model, or the model has a part that this version does not run"
+            )
+        missing = list(dict.fromkeys(self._missing()))
+        if missing:
+            raise ConfigError(_missing_message(missing))
+        return Matched(pieces=tuple(self.pieces), ignored=tuple(self.ignored), padded=tuple(self.padded))
 
-def _stacked_pieces(
-    name: str, stored: StoredTensor, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig
-) -> Iterator[tuple[str, int]]:
-    """Yield (parameter, offset) of a tensor [E, 2F, D] or [E, D, F] that stacks all experts of a layer."""
-    names = tensor_names(config)
-    found = re.fullmatch(rf"(model\.layers\.\d+\.{names.block}\.experts\.)(gate_up_proj|down_proj)", name)
-    if found is None or config.moe is None:
-        return
-    gate, up, down = names.projections
-    parts = (gate, up) if found[2] == "gate_up_proj" else (down,)
-    if f"{found[1]}0.{down}.weight" not in shapes:
-        return
-    rows, columns = shapes[f"{found[1]}0.{parts[0]}.weight"]
-    num_experts, size = config.moe.routing.num_experts, rows * columns
-    _check_shape(stored, (num_experts, len(parts) * rows, columns))
-    for i, (expert, part) in enumerate((e, p) for e in range(num_experts) for p in parts):
-        yield f"{found[1]}{expert}.{part}.weight", i * size
+    def _bare(self, name: str) -> str:
+        """Return `name` without what the family may put in front of it."""
+        for prefix in names_of(self.config).prefixes:
+            if prefix and name.startswith(prefix):
+                return name.removeprefix(prefix)
+        return name
+
+    def _extra_layers(self) -> Iterator[int]:
+        """Yield the numbers past the last layer that are layers for multi-token prediction."""
+        if names_of(self.config).extra_layers:
+            for name in self.tensors:
+                at = _IN_LAYER.fullmatch(self._bare(name))
+                if at is not None and int(at[1]) >= self.config.num_layers and at[2] == "eh_proj.weight":
+                    yield int(at[1])
+
+    def _is_ignored(self, name: str) -> bool:
+        bare, extra = self._bare(name), names_of(self.config).extra
+        if _IGNORED.search(name) or name.startswith(extra) or bare.startswith(extra):
+            return True
+        if self.config.head_tied and bare == HEAD:
+            return True
+        at = _IN_LAYER.fullmatch(bare)
+        return at is not None and int(at[1]) in self.extra_layers
+
+    def _pieces(self, bare: str, stored: StoredTensor) -> Iterable[Piece]:
+        if bare in self.globals:
+            return [self._global_piece(bare, stored)]
+        at = _IN_LAYER.fullmatch(bare)
+        if at is not None and int(at[1]) < self.config.num_layers:
+            layer, inside, expert = int(at[1]), at[2], None
+            numbered = _EXPERT.fullmatch(inside)
+            if numbered is not None:
+                inside, expert = f"{numbered[1]}#{numbered[3]}", int(numbered[2])
+            spelling = names_of(self.config).by_stored.get(inside)
+            if spelling is not None and self._has(layer, spelling, expert):
+                return self._layer_pieces(layer, spelling, expert, stored)
+            if inside == _KV_B_SCALE and self._kv_b_scheme(layer) is not None:
+                return ()
+        self.unknown.append(stored.name)
+        return ()
+
+    def _has(self, layer: int, spelling: Spelling, expert: int | None) -> bool:
+        """True when the model has the parameters of `spelling`, and that expert."""
+        moe, parameters = self.config.moe, self.layers[layer]
+        if not all(own in parameters for own in spelling.own):
+            return False
+        return expert is None or (moe is not None and expert < moe.routing.num_experts)
+
+    def _global_piece(self, name: str, stored: StoredTensor) -> Piece:
+        shape = self.globals[name].shape
+        if name in _PER_VOCABULARY and stored.shape[1:] == shape[1:] and len(stored.shape) == len(shape):
+            if stored.shape[0] > shape[0]:
+                self.padded.append(stored.name)
+            elif stored.shape[0] < shape[0]:
+                raise ConfigError(
+                    f"{show(stored.name)} has {stored.shape[0]} rows for vocab_size = {shape[0]} tokens; "
+                    "correct vocab_size in config.json, or fetch the weights again"
+                )
+        else:
+            _check_shape(stored, shape)
+        _check_dtype(stored, None)
+        return Piece(stored=stored, offset=0, shape=shape, parts=(name,), rows=shape[:1])
+
+    def _layer_pieces(
+        self, layer: int, spelling: Spelling, expert: int | None, stored: StoredTensor
+    ) -> Iterator[Piece]:
+        parts = [self.layers[layer][own] for own in spelling.own]
+        scales = self._kv_b_scales(layer, stored) if spelling.order == "heads" else None
+        _check_dtype(stored, torch.float8_e4m3fn if scales is not None else parts[0].dtype)
+        rows = tuple(math.prod(part.shape[:-1]) if len(part.shape) > 1 else part.shape[0] for part in parts)
+        columns = parts[0].shape[-1:] if len(parts[0].shape) > 1 else ()
+        shape = (*columns, sum(rows)) if spelling.transposed else (sum(rows), *columns)
+        stored_shape = (sum(rows), columns[0] // 16, 16) if spelling.stored.endswith("_blocks") else shape
+        is_stack = expert is None and "#" in spelling.own[0]
+        count = self.config.moe.routing.num_experts if is_stack and self.config.moe is not None else 1
+        _check_shape(stored, ((count,) if is_stack else (1,) if spelling.unsqueezed else ()) + stored_shape)
+        self._check_blocks(layer, spelling, stored, rows)
+        groups = {"parts": 1, "rows": rows[0], "heads": self.config.num_heads}[spelling.order]
+        prefix, size = layer_prefix(layer), math.prod(shape)
+        for i in range(count):
+            number = str(i if is_stack else expert)
+            yield Piece(
+                stored=stored,
+                offset=i * size,
+                shape=shape,
+                parts=tuple(prefix + own.replace("#", number) for own in spelling.own),
+                rows=rows,
+                groups=groups if len(rows) > 1 else 1,
+                transposed=spelling.transposed,
+                scales=scales,
+            )
+
+    def _check_blocks(self, layer: int, spelling: Spelling, stored: StoredTensor, rows: tuple[int, ...]) -> None:
+        """Refuse parts in one tensor whose blocks do not begin where the parts do."""
+        if len(spelling.own) == 1 or not spelling.own[0].endswith(".weight_scale") or spelling.order != "parts":
+            return
+        scheme = scheme_of(self.config, layer, [own.removesuffix(".weight_scale") for own in spelling.own])
+        assert scheme is not None
+        weight = self.layers[layer][spelling.own[0].removesuffix("_scale")]
+        if scheme.kind == FP8_BLOCK and weight.shape[0] % scheme.block[0]:
+            raise ConfigError(
+                f"{show(stored.name)} scales blocks of {scheme.block[0]} rows, which do not divide the "
+                f"{weight.shape[0]} rows of a projection; store the projections one by one"
+            )
+
+    def _kv_b_scheme(self, layer: int) -> QuantScheme | None:
+        scheme = scheme_of(self.config, layer, ["self_attn.kv_b_k"]) if self.config.latent is not None else None
+        return scheme if scheme is None or scheme.kind != MXFP4 else None
+
+    def _kv_b_scales(self, layer: int, stored: StoredTensor) -> tuple[StoredTensor, QuantScheme] | None:
+        """Return the scales of the one matrix that is dequantised while it is loaded, if it is quantised."""
+        scheme = self._kv_b_scheme(layer)
+        if scheme is None:
+            return None
+        scales = self.tensors.get(f"{stored.name}_scale_inv")
+        if scales is None:
+            raise ConfigError(_missing_message([f"{stored.name}_scale_inv"]))
+        _check_dtype(scales, None)
+        assert len(stored.shape) == 2, stored.shape
+        _check_shape(scales, scheme.scales_shape(stored.shape[0], stored.shape[1]))
+        return scales, scheme
+
+    def _add(self, piece: Piece) -> None:
+        for parameter in piece.parts:
+            if parameter in self.found:
+                raise ConfigError(
+                    f"{show(piece.stored.name)} and {show(self.found[parameter])} both hold {parameter}; "
+                    "remove one of them"
+                )
+            self.found[parameter] = piece.stored.name
+        self.pieces.append(piece)
+
+    def _missing(self) -> Iterator[str]:
+        """Yield the stored names of the parameters that no tensor holds."""
+        yield from (name for name in self.globals if name not in self.found)
+        names, moe = names_of(self.config), self.config.moe
+        for layer, parameters in enumerate(self.layers):
+            prefix = layer_prefix(layer)
+            for own in parameters:
+                numbers = range(moe.routing.num_experts) if "#" in own and moe is not None else (0,)
+                for number in map(str, numbers):
+                    if prefix + own.replace("#", number) not in self.found:
+                        yield prefix + names.stored_for(own)[0].replace("#", number)
 
 
 def _check_shape(stored: StoredTensor, shape: tuple[int, ...]) -> None:
@@ -213,15 +276,25 @@ def _check_shape(stored: StoredTensor, shape: tuple[int, ...]) -> None:
             f"{show(stored.name)} has shape {list(stored.shape)} where config.json calls for {list(shape)}; "
             "config.json belongs to another model, or the weights do"
         )
-    if stored.dtype not in LOADABLE:
-        raise ConfigError(
-            f"{show(stored.name)} is stored as {stored.dtype}, which this version does not load; "
-            "use weights in bfloat16, float16 or float32"
-        )
     assert math.prod(shape) > 0
 
 
-def _missing(names: list[str]) -> str:
+def _check_dtype(stored: StoredTensor, held: torch.dtype | None) -> None:
+    """Refuse a stored number format that cannot become `held` (None: the model's)."""
+    packed = _STORED_AS.get(held) if held is not None else None
+    if packed is not None and stored.dtype not in packed:
+        raise ConfigError(
+            f"{show(stored.name)} is stored as {stored.dtype} where quantization_config calls for {packed[0]}; "
+            "name its module in modules_to_not_convert if it is not quantised"
+        )
+    if packed is None and stored.dtype not in LOADABLE:
+        raise ConfigError(
+            f"{show(stored.name)} is stored as {stored.dtype}, which this version does not load there; "
+            "use weights in bfloat16, float16 or float32, or correct quantization_config in config.json"
+        )
+
+
+def _missing_message(names: list[str]) -> str:
     if names == [HEAD]:
         return (
             f"weight files lack {HEAD}, and config.json does not tie it: set tie_word_embeddings to true in it if the "

@@ -138,7 +138,7 @@ def test_dtypes_are_converted(stored, held):
 
 
 def test_large_tensors_are_read_in_pieces(monkeypatch):
-    monkeypatch.setattr("moewe.models.loading.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("moewe.models.reads.CHUNK_BYTES", 1000)
     path = checkpoint("T-MIX")
     assert_same_as_reference(load(path).weights, path)
     held = load(path, dtype=torch.bfloat16).weights
