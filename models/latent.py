@@ -19,9 +19,6 @@ from .layers import RowPositions, attention_options, rms_norm
 from .rotary import Rotary
 from .weights import LayerWeights
 
-# Of the norms on latents; every published model of the kind has it, whatever eps its other norms use.
-LATENT_NORM_EPS = 1e-6
-
 
 class LatentAttentionBlock:
     """Latent attention of one layer: make the latent and queries, rotate, store the latent, attend, project back.
@@ -46,7 +43,7 @@ class LatentAttentionBlock:
         """Return what attention adds to the residual: [T, D] -> [T, D], T > 0. Writes latents of all rows first."""
         w, shape = self._weights, self._latent
         latent, k_rope = linear(x, w.kv_a, w.kv_a_bias).split_with_sizes([shape.kv_rank, shape.rope_dim], dim=-1)
-        latent = rms_norm(latent, w.kv_a_norm, LATENT_NORM_EPS)  # [T, C]
+        latent = rms_norm(latent, w.kv_a_norm, shape.norm_eps)  # [T, C]
         queries = self._queries(x).view(-1, self._num_heads, shape.nope_dim + shape.rope_dim)
         q_nope, q_rope = queries.split_with_sizes([shape.nope_dim, shape.rope_dim], dim=-1)
         # The rope part of K is one more head beside those of the queries: [T, H + 1, R].
@@ -65,4 +62,4 @@ class LatentAttentionBlock:
         if w.q is not None:
             return linear(x, w.q)
         assert w.q_a is not None and w.q_a_norm is not None and w.q_b is not None, "no weights that make queries"
-        return linear(rms_norm(linear(x, w.q_a, w.q_a_bias), w.q_a_norm, LATENT_NORM_EPS), w.q_b)
+        return linear(rms_norm(linear(x, w.q_a, w.q_a_bias), w.q_a_norm, self._latent.norm_eps), w.q_b)

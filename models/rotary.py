@@ -118,7 +118,7 @@ class Rotary:
         partial = heads.shape[-1] > self._rotary_dim
         wide = (heads[..., : self._rotary_dim] if partial else heads).float()
         if self._interleaved:
-            partner = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+            partner = wide.reshape(*wide.shape[:-1], -1, 2).flip(-1).flatten(-2)
         else:
             partner = wide.roll(self._rotary_dim // 2, -1)
         turned = (wide * angles.cos).addcmul_(partner, angles.sin).to(heads.dtype)

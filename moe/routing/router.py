@@ -127,7 +127,7 @@ def _best(values: torch.Tensor, num: int) -> torch.Tensor:
 
 def _mask_groups(choice: torch.Tensor, scores: torch.Tensor, config: RoutingConfig) -> torch.Tensor:
     """Set `choice` [T, E] to -inf outside of the best groups by `scores` [T, E] (zero could beat negative scores)."""
-    grouped = scores.unflatten(-1, (config.num_groups, config.group_size))  # [T, G, E / G]
+    grouped = scores.reshape(-1, config.num_groups, config.group_size)  # [T, G, E / G]
     if config.group_score == "max":
         worth = grouped.amax(-1)  # [T, G]
     else:
@@ -139,7 +139,7 @@ def _mask_groups(choice: torch.Tensor, scores: torch.Tensor, config: RoutingConf
 def _sparsemixer_weights(logits: torch.Tensor, ids: torch.Tensor, jitter: float) -> torch.Tensor:
     """Weigh each choice by a softmax over experts that are not chosen before it and close enough to it: [T, K]."""
     weights, left = [], logits
-    for choice in ids.split(1, dim=-1):  # [T, 1]
+    for choice in torch.split_with_sizes(ids, [1] * ids.shape[1], dim=-1):  # [T, 1]
         best = logits.gather(1, choice)
         far = (best - logits) / torch.maximum(logits.abs(), best) > 2 * jitter
         weights.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(1, choice))
