@@ -25,7 +25,7 @@ MAX_EXPERTS, MAX_LAYER_EXPERTS = 4096, 1 << 17
 
 # Fields that change what a model computes and that this version does not do: the only values that may stand there.
 _ONLY: tuple[tuple[str, tuple[object, ...], str], ...] = (
-    ("hidden_act", ("silu",), "is an activation that this version does not have; use a model with silu"),
+    ("hidden_act", ("silu", "swish"), "is an activation that this version does not have; use a model with silu"),
     ("compression_config", (), "marks a quantised checkpoint, which this version does not load; use the bf16 weights"),
     ("clip_qkv", (), "clips q, k and v, which this version does not do; use a model without it"),
     ("mlp_bias", (False,), "puts biases into the FFN, which this version does not do; use a model without them"),

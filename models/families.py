@@ -11,7 +11,7 @@ from pathlib import Path
 from .config import ConfigError, ModelConfig
 from .config_json import MAX_CONFIG_BYTES, parse_config, with_end_tokens
 from .families_grouped import GROUPED_FAMILIES
-from .family import Family, MoEFamily, TensorNames
+from .family import Family, MoEFamily
 from .family_rules import (
     as_wide_as_one,
     clamped,
@@ -50,11 +50,6 @@ FAMILIES: dict[str, Family] = GROUPED_FAMILIES | {
         moe=MoEFamily(expert_width="intermediate_size", renormalize=True),
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
         attention=windows(all_layers),
-        names=TensorNames(
-            block="block_sparse_moe",
-            projections=("w1", "w3", "w2"),
-            aliases=((".mlp.", ".block_sparse_moe."),),
-        ),
     ),
     "qwen2_moe": Family(
         architecture="Qwen2MoeForCausalLM",
@@ -297,7 +292,7 @@ def load_config(path: Path) -> ModelConfig:
         raise ConfigError(f"{show_path(path)} holds no config.json; give a model folder as transformers saves it")
     whole = Fields(content=read_object(path / "config.json", MAX_CONFIG_BYTES), where="config.json", defaults={})
     name = find_family(whole, FAMILIES)
-    text = text_fields(whole)
+    text = text_fields(whole, name)
     fields = Fields(content=text.content, where=text.where, defaults=dict(FAMILIES[name].defaults))
     config = with_end_tokens(parse_config(fields, name, FAMILIES[name]), path, fields)
     if (beyond := max(config.eos_token_ids, default=0)) >= config.vocab_size:

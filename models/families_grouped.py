@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .family import Family, MoEFamily, TensorNames
+from .family import Family, MoEFamily
 from .family_rules import always_grouped, grouped_by_method, shared_count
 from .layer_rules import after_first_dense, from_max_window_layers, listed_kinds, windows
 
@@ -91,7 +91,6 @@ GROUPED_FAMILIES: dict[str, Family] = {
         qk_norm="head",
         qk_norm_flag="use_qk_norm",
         partial_rotary=True,
-        names=TensorNames(shared="shared_experts"),
     ),
     "glm4_moe_lite": Family(
         architecture="Glm4MoeLiteForCausalLM",

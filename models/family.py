@@ -22,23 +22,6 @@ Switch = bool | str
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorNames:
-    """How a family spells the tensors of its FFN blocks.
-
-    Attributes:
-        block: the MoE block inside a layer.
-        projections: gate, up and down of an expert.
-        shared: the shared expert inside the block.
-        aliases: (other spelling, spelling used here) of parts of a name.
-    """
-
-    block: str = "mlp"
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    shared: str = "shared_expert"
-    aliases: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class Groups:
     """Expert groups: `count` equal runs of experts, of which a token takes its `chosen` best."""
 
@@ -114,7 +97,6 @@ class Family:
         own_amplitudes: `longrope` has an amplitude of its own for short and for long sequences.
         quantization: methods that stored weights may be quantised by.
         more: further fields of `ModelConfig`, from those of config.json.
-        names: of tensors.
     """
 
     architecture: str
@@ -142,7 +124,6 @@ class Family:
     own_amplitudes: bool = False
     quantization: tuple[str, ...] = ()
     more: Callable[[Fields], Mapping[str, Any]] | None = None
-    names: TensorNames = TensorNames()
 
 
 def switched(fields: Fields, switch: Switch) -> bool:

@@ -41,7 +41,10 @@ def shared_size(name: str, low: int = 1) -> SharedWidth:
 
 
 def as_wide_as_one(fields: Fields, width: int) -> int:
-    """The shared expert is as wide as a routed one."""
+    """The shared expert is as wide as a routed one; a further field of widths may only repeat that one."""
+    stated = fields.raw("moe_intermediate_size")
+    if stated is not None and any(item != width for item in (stated if isinstance(stated, list) else [stated])):
+        raise fields.refuse("moe_intermediate_size", stated, f"differs from intermediate_size = {width}; not supported")
     return width
 
 

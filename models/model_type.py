@@ -17,8 +17,10 @@ _log = logging.getLogger(__name__)
 
 # Model types whose models another entry runs as they are.
 ALIASES = {"kimi_k2": "deepseek_v3", "llama4": "llama4_text"}
+# The entry whose models also come with a vision part around them.
+_WRAPPED = "llama4_text"
 # Classes that models of an entry also go by.
-_OTHER_CLASSES = {"Llama4ForConditionalGeneration": "llama4_text"}
+_OTHER_CLASSES = {"Llama4ForConditionalGeneration": _WRAPPED}
 # What a config around a text_config says for both.
 _OUTER = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config", "compression_config")
 
@@ -32,7 +34,7 @@ def find_family(fields: Fields, table: Mapping[str, Family]) -> str:
     if name in table:
         if listed and by_class[listed[0]] != name:
             raise fields.refuse("model_type", model_type, f"contradicts architectures = {show(listed)}; correct one")
-        if not listed and stated is not None:
+        if stated and not listed:
             _log.warning(
                 "%s: architectures = %s is not a class of model_type = %s; going by model_type",
                 fields.where, show(stated), show(model_type),
@@ -41,19 +43,23 @@ def find_family(fields: Fields, table: Mapping[str, Family]) -> str:
     if model_type is None and listed:
         return by_class[listed[0]]
     known = [*table, *ALIASES]
-    near = difflib.get_close_matches(model_type, known, n=1, cutoff=0.5) if isinstance(model_type, str) else []
+    near = difflib.get_close_matches(model_type[:64], known, n=1, cutoff=0.4) if isinstance(model_type, str) else []
     hint = f" (the nearest is {near[0]})" if near else ""
     raise fields.refuse("model_type", model_type, f"is no family that moewe runs{hint}; it runs: {', '.join(known)}")
 
 
-def text_fields(fields: Fields) -> Fields:
-    """Return the fields of the text model: those of `text_config` where there is one, else `fields`."""
-    if not isinstance(fields.content.get("text_config"), dict):
+def text_fields(fields: Fields, name: str) -> Fields:
+    """Return the fields of the text model of family `name`: those of `text_config` where the family has that."""
+    if name != _WRAPPED or fields.raw("text_config") is None:
         return fields
     section = fields.section("text_config")
+    if section.raw("model_type") not in (None, name):
+        raise section.refuse("model_type", section.raw("model_type"), f"must be {name}; correct it")
     outer: dict[str, Any] = {
-        name: fields.content[name]
-        for name in _OUTER
-        if fields.content.get(name) is not None and section.content.get(name) is None
+        field: fields.content[field]
+        for field in _OUTER
+        if fields.content.get(field) is not None and section.content.get(field) is None
     }
+    if fields.raw("tie_word_embeddings") and not section.raw("tie_word_embeddings"):
+        raise fields.refuse("tie_word_embeddings", True, "contradicts text_config, which does not tie; correct one")
     return Fields(content=section.content | outer, where=section.where, defaults={})
