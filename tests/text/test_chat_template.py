@@ -15,6 +15,10 @@ CHATML = (
 )
 
 
+# A list of a million references to one text of a million characters: small in memory, endless in print.
+LONG = "{% set x = 'a' * 1000000 %}{% set y = [x] * 1000000 %}"
+
+
 def render(source: str, messages: list[dict] = HI, **kwargs: object) -> str:
     return ChatTemplate(source, variables={"bos_token": "<s>"}).render(messages, **kwargs)
 
@@ -33,6 +37,13 @@ def test_renders_as_transformers_does() -> None:
     assert render("{% set x | trim %} {{ messages[0].content }} {% endset %}{{ x }}") == "hi"
     assert render("{{ messages | map(attribute='content') | join(',') }}{{ 'a-b'.replace('-', '+') }}") == "hia+b"
     assert render("{% for m in messages %}{{ m.content }}{% break %}{% endfor %}") == "hi"
+    assert render("{{ [1, 2] | sum }} {{ messages | sum('n', 1) }}", [{"role": "user", "n": 2}]) == "3 3"
+    assert render("{{ {'b': 1, 'a': [1]} | tojson(indent=1, sort_keys=true, separators=(',', ':')) }}") == (
+        '{\n "a":[\n  1\n ],\n "b":1\n}'
+    )
+    assert render("{{ strftime_now('%Y')[:2] }}{{ dict(a=1) }}{{ nothing }}{{ none }}{{ 'A' | lower }}") == (
+        "20{'a': 1}Nonea"
+    )
 
 
 def test_text_parts_and_missing_content_are_texts() -> None:
@@ -94,6 +105,21 @@ def test_no_way_out_of_the_sandbox(source: str) -> None:
         "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set y %}{{ n.x }}{{ n.x }}{% endset %}"
         "{% set n.x = y %}{% endfor %}",
         "{% set x = 'a' * 1000000 %}{% for i in range(100) %}{{ x }}{% endfor %}",
+        LONG + "{{ y }}",
+        LONG + "{{ {'a': y}.items() }}",
+        LONG + "{% set n = namespace(y=y) %}{{ n }}",
+        LONG + "{{ y | tojson }}",
+        LONG + "{{ y | upper }}",
+        LONG + "{{ y | string }}",
+        LONG + "{{ y ~ '' }}",
+        LONG + "{{ [y] | join }}",
+        LONG + "{{ '%s' % y }}",
+        LONG + "{{ '{}'.format(y) }}",
+        LONG + "{{ y | map('upper') | list | length }}",
+        LONG + "{{ y | map('tojson') | list | length }}",
+        "{% set x = [0] * 1000000 %}{{ ([x] * 1000000) | sum(start=[]) | length }}",
+        "{% set n = namespace(x=(0, 1)) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{{ ('a'.encode() * 1000000000) | length }}",
     ],
 )
 def test_no_template_runs_or_grows_without_end(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
