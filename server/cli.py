@@ -17,6 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from .cli_options import ALIASES, ENGINE, HTTP, SAMPLE, SHARED, Flag, flags_of, with_flag, without_aliases
+from .cli_tools import BENCH_HELP, TOOL_FLAG_NAMES, TOOLS, join_goals
 from .stdout import give_up_stdout, put
 
 EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 130
@@ -56,7 +57,7 @@ def _parameter(flag: Flag) -> inspect.Parameter:
     if flag.kind == "bool":
         name += f"/--no-{flag.name}"
     option = typer.Option(
-        name,
+        *filter(None, (flag.short, name)),
         help=flag.help_text,
         rich_help_panel=flag.panel,
         show_default=False,
@@ -85,20 +86,31 @@ def _add_command(
 ) -> None:
     """Add a command whose flags come from the table, but for those `without`; `run` gets its `Settings`."""
     flags = tuple(flag for flag in flags_of(*groups) if flag.name not in without)
+    _add(app, name, help, [*arguments, *map(_parameter, flags)], flags, run)
+
+
+def _add(
+    to: typer.Typer,
+    name: str,
+    help: str,
+    parameters: Sequence[inspect.Parameter],
+    flags: Sequence[Flag],
+    run: Callable[[Any], int],
+) -> None:
+    """Add a command to `to`; `run` gets the `Settings` of its flags."""
 
     def command(**given: Any) -> int:
         from .cli_values import read_settings
 
-        settings = read_settings(flags, given)
-        _set_up_logging(settings.shared.get("log-level"), quiet=name != "serve")
-        if name != "serve":  # a server has handlers of its own; what runs here ends by KeyboardInterrupt
+        settings = read_settings(flags, join_goals(given))
+        _set_up_logging(settings.shared.get("log-level"), quiet=run is not _serve)
+        if run is not _serve:  # a server has handlers of its own; what runs here ends by KeyboardInterrupt
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return run(settings)
 
-    parameters = [*arguments, *map(_parameter, flags)]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    app.command(name, help=help)(command)
+    to.command(name, help=help)(command)
 
 
 def _serve(settings: Any) -> int:
@@ -120,6 +132,7 @@ def _chat(settings: Any) -> int:
 
 
 _MODEL = _argument("model", "Folder, hub id, or the word demo.")
+_WORDS = _keyword("words_argument", Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")])
 _add_command(
     "serve",
     "Serve MODEL over HTTP as OpenAI's API does.",
@@ -142,6 +155,12 @@ _add_command(
     [ENGINE, SAMPLE, SHARED],
     _chat,
 )
+_groups = {"": app, "bench": typer.Typer(help=BENCH_HELP, no_args_is_help=True)}
+app.add_typer(_groups["bench"], name="bench")
+for _tool in TOOLS:
+    _words = [_MODEL] if _tool.takes_model else [_WORDS] if _tool.takes_goals else []
+    _parameters = [*_words, *map(_parameter, _tool.flags)]
+    _add(_groups[_tool.parent], _tool.name, _tool.help, _parameters, _tool.flags, _tool.run)
 
 
 @app.command("demo-checkpoint")
@@ -211,5 +230,6 @@ def _usage_message(error: Any, words: Sequence[str]) -> str:
             return message
     if name.startswith("--") and hasattr(error, "possibilities"):
         known = [f"--{flag.name}" for flag in flags_of(ENGINE, HTTP, SAMPLE, SHARED)]
+        known += [f"--{flag}" for flag in TOOL_FLAG_NAMES]
         return f"there is no flag {name}; {nearest(name, [*known, *ALIASES], otherwise='see moewe --help')}"
     return f"{error.format_message()} (see moewe --help)"

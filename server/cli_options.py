@@ -12,7 +12,7 @@ from dataclasses import dataclass
 MODEL, TOPOLOGY, MEMORY, SCHEDULE, SERVER, SAMPLING, GENERAL = (
     "Model", "Topology and device", "Memory", "Scheduling", "HTTP server", "Sampling", "General",
 )  # fmt: skip
-ENGINE, HTTP, SAMPLE, SHARED = "engine", "http", "sample", "shared"
+ENGINE, HTTP, SAMPLE, SHARED, TOOL = "engine", "http", "sample", "shared", "tool"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +21,15 @@ class Flag:
 
     Attributes:
         name: long flag without dashes; also the key in a `--config` file.
-        group: which object it belongs to: `engine`, `http`, `sample`, or `shared` (read by the command line itself).
+        group: which object it belongs to: `engine`, `http`, `sample`, `shared` (read by the command line itself), or
+            `tool` (of one command alone, server/cli_tools.py).
         kind: `text`, `int`, `float`, `bool`, `switch` (a flag without a `--no-` form), `bytes` or `list`.
         panel, help: for `--help`.
         field: name of the field it sets; that of the flag with underscores unless given.
         aliases: other spellings, with dashes.
         default: what to print as default.
         hidden: not in `--help`.
+        short: a second spelling of one letter, such as `-i`.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Flag:
     aliases: tuple[str, ...] = ()
     default: str = ""
     hidden: bool = False
+    short: str = ""
 
     @property
     def target(self) -> str:

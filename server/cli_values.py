@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..runtime.foreign import foreign
 from ..runtime.options import nearest
 from ..topologies.yaml_file import read_yaml_mapping
-from .cli_options import ENGINE, HTTP, SAMPLE, SHARED, Flag
+from .cli_options import ENGINE, HTTP, SAMPLE, SHARED, TOOL, Flag
 
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _UNITS |= {f"{letter}IB": _UNITS[letter] for letter in "KMGT"}
@@ -30,6 +30,7 @@ class Settings:
         engine, http, sample: by field name of the object that they fill.
         shared: by flag name.
         prompt: the text on the command line, where the command takes one.
+        tool: what only this command has, by field name.
     """
 
     engine: dict[str, Any]
@@ -37,6 +38,7 @@ class Settings:
     sample: dict[str, Any]
     shared: dict[str, Any]
     prompt: str | None = None
+    tool: dict[str, Any] = field(default_factory=dict)
 
 
 def read_settings(flags: Sequence[Flag], given: Mapping[str, Any]) -> Settings:
@@ -53,9 +55,9 @@ def read_settings(flags: Sequence[Flag], given: Mapping[str, Any]) -> Settings:
     words["model"] = model or words.get("model")
     config = words.get("config")
     values = merged(flags, words, Path(config) if config else None)
-    if "model" not in values:
+    if "model" not in values and any(flag.name == "model" and flag.group == ENGINE for flag in flags):
         raise ValueError("no MODEL is given; name a folder, a hub id, or the word demo")
-    owners: dict[str, dict[str, Any]] = {ENGINE: {}, HTTP: {}, SAMPLE: {}, SHARED: {}}
+    owners: dict[str, dict[str, Any]] = {ENGINE: {}, HTTP: {}, SAMPLE: {}, SHARED: {}, TOOL: {}}
     for flag in flags:
         if flag.name in values:
             owners[flag.group][flag.name if flag.group == SHARED else flag.target] = values[flag.name]
@@ -65,6 +67,7 @@ def read_settings(flags: Sequence[Flag], given: Mapping[str, Any]) -> Settings:
         sample=owners[SAMPLE],
         shared=owners[SHARED],
         prompt=words.get("prompt_argument"),
+        tool=owners[TOOL],
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import signal
 import socket
 import time
@@ -26,6 +25,7 @@ from ..runtime.prompts import model_template, model_tokenizer, with_ends
 from ..runtime.replicas import ReplicaSet
 from ..runtime.resolve import Resolved, resolve
 from .console import LoadingDisplay, StatsLine, address
+from .descriptors import raise_descriptor_limit
 from .http import build_app
 from .hub import Hub
 from .options import VERSION, ServerOptions
@@ -60,7 +60,7 @@ def run_server(config: EngineConfig | Resolved, options: ServerOptions, listener
     Raises:
         ValueError: the user's mistake; one line with the fix.
     """
-    _raise_descriptor_limit()
+    raise_descriptor_limit()
     resolved = config if isinstance(config, Resolved) else resolve(config)
     state, resolved = build_state(resolved, options)
     server = Server(state, resolved, listener)
@@ -265,12 +265,3 @@ class _Http(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _raise_descriptor_limit() -> None:
-    """Each connection takes a descriptor; the usual soft limit of 1024 is too low for a server."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

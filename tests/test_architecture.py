@@ -34,6 +34,7 @@ LEVELS = {
 # Folders inside a package that are part of it (no level of their own).
 INNER = {
     "models.demo": "models",
+    "server.bench": "server",
     "runtime.scheduling": "runtime",
     "runtime.ranks": "runtime",
     "runtime.processes": "runtime",
@@ -44,7 +45,7 @@ INNER = {
 # knows how they are joined (`processes`) or watched (`metrics`).
 RUNTIME_EDGES = {
     "scheduling": {"plan", "params"},
-    "ranks": {"plan", "params", "config", "resolve"},
+    "ranks": {"plan", "params", "config", "resolve", "kv_layout"},
     "processes": {"plan", "messages", "config", "worker_main"},
     "metrics": {"plan", "messages"},
 }

@@ -1,0 +1,190 @@
+"""The commands around a server, `bench` and `run-batch`: their flags and what they run.
+
+Not the tools (server/bench/, server/run_batch.py), which are imported when one runs, and not the parser
+(server/cli.py). Units: as the help text of each flag says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .cli_options import ENGINE, HTTP, HTTP_FLAGS, SHARED, TOOL, Flag, flags_of
+
+SERVER, DATA, LOAD, REQUESTS, OUTPUT = "Server to measure", "Data set", "Load", "Requests", "Output"
+
+
+def _flag(name: str, kind: str, panel: str, help: str, **more: Any) -> Flag:
+    return Flag(name=name, group=TOOL, kind=kind, panel=panel, help=help, **more)
+
+
+_TARGET = (
+    _flag("base-url", "text", SERVER, "Where it is, with or without /v1.", default="http://127.0.0.1:8000"),
+    _flag("model", "text", SERVER, "Name that requests ask for.", default="the first of /v1/models"),
+    _flag("endpoint", "text", SERVER, "completions, chat, or a path such as /v1/completions.", default="completions"),
+    _flag("api-key", "text", SERVER, "Bearer token, shown nowhere.", default="$MOEWE_API_KEY or $OPENAI_API_KEY"),
+    _flag("header", "list", SERVER, "NAME=VALUE, sent with every request; may be repeated."),
+)
+_DATA = (
+    _flag("dataset-name", "text", DATA, "random, sharegpt or trace.", default="random"),
+    _flag("dataset-path", "text", DATA, "sharegpt: JSON of conversations; trace: JSON lines with timestamp (ms), "
+          "input_length, output_length, and perhaps hash_ids."),
+    _flag("num-prompts", "int", DATA, "Requests to send.", default="1000; a trace: all of it"),
+)  # fmt: skip
+_SPREAD = (
+    _flag("random-range-ratio", "float", DATA, "random: lengths lie within this share of the mean on either side.",
+          default="0"),
+    _flag("random-prefix-len", "int", DATA, "random: tokens that all prompts begin with, beside their own.",
+          default="0"),
+)  # fmt: skip
+_OTHER_DATA = (
+    _flag("sharegpt-output-len", "int", DATA, "sharegpt: tokens to generate.", default="those of the answer"),
+    _flag("trace-speed", "float", DATA, "trace: 2 replays in half the time.", default="1"),
+    _flag("trace-block-size", "int", DATA, "trace: tokens that one of hash_ids stands for.", default="512"),
+)
+_FORM = (
+    _flag("prompt-form", "text", DATA, "ids (completions only) or text.", default="ids; chat: text"),
+    _flag("tokenizer", "text", DATA, "Folder or hub id; makes texts of exact length and counts those of sharegpt.",
+          default="none, lengths of texts are estimates"),
+    _flag("vocab-size", "int", DATA, "Token ids of prompts lie from 100 to below this.",
+          default="the tokenizer's, or 1000"),
+)  # fmt: skip
+_LOAD = (
+    _flag("request-rate", "float", LOAD, "Requests/s on average, Poisson; inf sends all at once.", default="inf"),
+    _flag("burstiness", "float", LOAD, "Below 1 burstier than Poisson, above 1 steadier.", default="1"),
+    _flag("max-concurrency", "int", LOAD, "Requests that run at once.", default="no limit"),
+    _flag("num-warmups", "int", LOAD, "Requests before the measured ones; if one fails, the run ends.", default="1"),
+    _flag("timeout", "float", LOAD, "Seconds after which a request counts as failed.", default="none"),
+    _flag("seed", "int", LOAD, "Of prompts, lengths and arrivals.", default="0"),
+)
+_REQUESTS = (
+    _flag("temperature", "float", REQUESTS, "0 takes the most likely token.", default="the server's"),
+    _flag("ignore-eos", "switch", REQUESTS, "Go on past the end token (vLLM, SGLang, moewe): comparable lengths."),
+    _flag("extra-body", "text", REQUESTS, "JSON object of further fields of every request."),
+    _flag("goodput", "list", REQUESTS, "Targets such as ttft:200 tpot:50 e2el:5000, in ms; counts requests/s that "
+          "meet all."),
+)  # fmt: skip
+_OUTPUT = (
+    _flag("output-json", "text", OUTPUT, "File for settings and figures."),
+    _flag("plot", "text", OUTPUT, "Picture of the latencies, .png, .svg or .pdf; needs the optional extra `bench`."),
+)
+_LATENCY = (
+    _flag("input-len", "int", LOAD, "Tokens of each prompt.", field="random_input_len", default="32"),
+    _flag("output-len", "int", LOAD, "Tokens to generate.", field="random_output_len", default="128"),
+    _flag("batch-size", "int", LOAD, "Prompts at once.", default="8"),
+    _flag("num-iters", "int", LOAD, "Batches to measure.", default="10"),
+    _flag("num-iters-warmup", "int", LOAD, "Batches before them.", default="2"),
+    _flag("temperature", "float", REQUESTS, "0 takes the most likely token.", default="0"),
+)
+_THROUGHPUT_LENGTHS = (
+    _flag("input-len", "int", DATA, "random: tokens of a prompt.", field="random_input_len", default="1024"),
+    _flag("output-len", "int", DATA, "random: tokens to generate.", field="random_output_len", default="128"),
+)
+_RANDOM_LENGTHS = (
+    _flag("random-input-len", "int", DATA, "random: tokens of a prompt.", default="1024"),
+    _flag("random-output-len", "int", DATA, "random: tokens to generate.", default="128"),
+)
+_BATCH = (
+    _flag("input-file", "text", "Batch", "JSON lines with custom_id, method, url and body.", short="-i"),
+    _flag("output-file", "text", "Batch", "JSON lines with custom_id, response and error; written anew.", short="-o"),
+)
+_SERVED_NAME = tuple(flag for flag in HTTP_FLAGS if flag.name == "served-model-name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tool:
+    """A command.
+
+    Attributes:
+        name: the last word of it.
+        help: for `--help`.
+        flags: all that it takes.
+        run: takes `Settings` and returns the exit code.
+        takes_model: MODEL is an argument.
+        parent: the word before `name`, if any.
+        takes_goals: what follows a target of --goodput are further targets.
+    """
+
+    name: str
+    help: str
+    flags: tuple[Flag, ...]
+    run: Callable[[Any], int]
+    takes_model: bool = True
+    parent: str = ""
+    takes_goals: bool = False
+
+
+def _bench_serve(settings: Any) -> int:
+    from .bench.online import bench_serve
+
+    return bench_serve(settings.tool)
+
+
+def _bench_latency(settings: Any) -> int:
+    from .bench.offline import bench_latency
+
+    return bench_latency(settings)
+
+
+def _bench_throughput(settings: Any) -> int:
+    from .bench.offline import bench_throughput
+
+    return bench_throughput(settings)
+
+
+def _run_batch(settings: Any) -> int:
+    from .run_batch import run_batch
+
+    return run_batch(settings)
+
+
+_GENERAL = tuple(flag for flag in flags_of(SHARED) if flag.name != "dialect")
+BENCH_HELP = "Measure: a running server, or a model without one."
+TOOLS = (
+    Tool(
+        name="serve",
+        parent="bench",
+        help="Put load on a running OpenAI-compatible server and measure latencies and rates. Ctrl-C stops at once and "
+        "shows what was measured. Needs the optional extra `bench` of moewe.",
+        flags=(*_TARGET, *_DATA, *_RANDOM_LENGTHS, *_SPREAD, *_OTHER_DATA, *_FORM, *_LOAD, *_REQUESTS, *_OUTPUT,
+               *_GENERAL),
+        run=_bench_serve,
+        takes_model=False,
+        takes_goals=True,
+    ),
+    Tool(
+        name="latency",
+        parent="bench",
+        help="Load MODEL here and time a batch of equal prompts, several times.",
+        flags=(*_LATENCY, *_OUTPUT, *flags_of(ENGINE, SHARED)),
+        run=_bench_latency,
+    ),
+    Tool(
+        name="throughput",
+        parent="bench",
+        help="Load MODEL here, run many prompts at once and count tokens/s.",
+        flags=(*_DATA, *_THROUGHPUT_LENGTHS, *_SPREAD, *_OTHER_DATA, _LATENCY[-1], *_OUTPUT,
+               *flags_of(ENGINE, SHARED)),
+        run=_bench_throughput,
+    ),
+    Tool(
+        name="run-batch",
+        help="Answer a file of requests in OpenAI's batch format: moewe run-batch -i IN -o OUT MODEL.",
+        flags=(*_BATCH, *_SERVED_NAME, *flags_of(ENGINE, SHARED)),
+        run=_run_batch,
+    ),
+)  # fmt: skip
+TOOL_FLAG_NAMES = tuple(dict.fromkeys(flag.name for tool in TOOLS for flag in tool.flags))
+
+
+def join_goals(given: dict[str, Any]) -> dict[str, Any]:
+    """Return what stands on the command line with words that follow a target of --goodput put to the targets.
+
+    Raises:
+        ValueError: there are such words without --goodput.
+    """
+    words = given.pop("words_argument", None) or []
+    if words and not given.get("goodput"):
+        raise ValueError(f"{words[0]!r} is more than this command takes; settings are flags, see --help")
+    return {**given, "goodput": [*given["goodput"], *words]} if words else given
