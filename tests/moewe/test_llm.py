@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from moewe.runtime.messages import INVALID_REQUEST, Delta, Failed, LogprobEntry,
 from moewe.runtime.replicas import ReplicaLost
 from moewe.runtime.resolve import Resolved
 from tests.support.chain import BOS, EOS, byte_id, chain
-from tests.support.fixtures import copy_checkpoint, drop_tensors
+from tests.support.fixtures import copy_checkpoint, drop_tensors, edit_json
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
 
@@ -168,6 +169,31 @@ def test_chat_renders_the_template(llm: LLM) -> None:
     assert [output.prompt for output in llm.chat([conversation, conversation[:1]])] == ["u:hi;a:ho;", "u:hi;"]
 
 
+def test_variables_reach_the_template_and_another_one_may_be_given(made: list[EchoReplicas], tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text("{{ mood }}:{{ messages[0].content }}")
+    with LLM(
+        str(chain(["a"], chat_template=TEMPLATE).path), chat_template=str(file), kv_cache_memory_bytes=1 << 20
+    ) as llm:
+        (output,) = llm.chat([{"role": "user", "content": "hi"}], chat_template_kwargs={"mood": "dry"})
+        assert output.prompt == "dry:hi"
+        with pytest.raises(ValueError, match=r"chat_template_kwargs\.messages"):
+            llm.chat([{"role": "user", "content": "hi"}], chat_template_kwargs={"messages": []})
+
+
+def test_the_models_sampling_defaults_hold_without_parameters(made: list[EchoReplicas]) -> None:
+    path = copy_checkpoint(chain(["a"], max_position_embeddings=64).path)
+    edit_json(path / "generation_config.json", {"temperature": 0.5, "max_new_tokens": 1000, "eos_token_id": [9]})
+    with LLM(str(path), kv_cache_memory_bytes=1 << 20) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, max_tokens=1000)
+        assert len(llm.generate("x" * 40)[0].outputs[0].token_ids) == 24  # what the context holds
+        assert len(llm.generate("hello", SamplingParams(max_tokens=3))[0].outputs[0].token_ids) == 3
+        assert made[-1].resolved.model.eos_token_ids == (9, EOS)
+    with LLM(str(path), generation_config="none", kv_cache_memory_bytes=1 << 20) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+        assert made[-1].resolved.model.eos_token_ids == (9, EOS)  # end tokens hold all the same
+
+
 def test_streaming_yields_text_and_leaving_aborts(llm: LLM, made: list[EchoReplicas]) -> None:
     assert list(llm.stream("hello", SamplingParams(max_tokens=32))) == ["he", "ll", "o"]
     stream = llm.stream("hello")
@@ -279,6 +305,9 @@ def test_without_tokenizer_only_token_ids(made: list[EchoReplicas]) -> None:
         ({"max_model_len": 100_000}, "max_model_len=100000"),
         ({"topology": 3}, "topology=3 is not allowed"),
         ({"seed": 10**23}, "seed="),
+        ({"chat_template": "nowhere.jinja"}, "chat_template='nowhere.jinja' cannot be read"),
+        ({"chat_template": "other"}, "neither a file nor the name of a template of this model (it has: none)"),
+        ({"generation_config": "/nowhere"}, "generation_config='/nowhere' names no file"),
         ({"tensor_parallel_size": 2}, "one topology says it all"),
         ({"quantization": "fp8"}, "quantization asks for quantized weights, and this version has none"),
     ],
