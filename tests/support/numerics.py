@@ -24,9 +24,8 @@ TOLERANCES = {
     "float16": Tolerance(max=2e-3, rms=8e-4),
 }
 LOGITS_AGAINST_REFERENCE = 1e-4  # absolute, fp32 logits of one checkpoint against transformers
-LOGITS_BETWEEN_TOPOLOGIES = 1e-5  # absolute, fp32 logits of one checkpoint in two topologies, batches or chunkings
-# Relative to the largest logit of the row (at least 1), between two of our runs: GEMMs of another row count add in
-# another order, which is good for some ten units in the last place.
+# Relative to the largest logit of the row (at least 1), between two of our runs (topologies, batches, chunkings): GEMMs
+# of another row count add in another order, which is good for some ten units in the last place.
 LOGITS_BETWEEN_RUNS = 1e-5
 # Relative (rms of a row), bf16 logits of a network of two to four layers against fp32 on the same weights: some ten
 # roundings of 2^-9 each, one after the other; and the multiple of transformers' own error in bf16 that is allowed.
@@ -34,6 +33,7 @@ LOGITS_IN_HALF_PRECISION = 2e-2
 HALF_PRECISION_FACTOR = 2.0
 LOGIT_TIE = 1e-4  # absolute: where the reference's two best logits are this close, either token is right
 ROUTING_WEIGHTS = 1e-6  # absolute, fp32 routing weights against the reference, before scaling
+ROTARY_FREQUENCIES = 1e-6  # relative, fp32 frequencies of a rotary embedding against transformers
 LOGPROBS = 1e-5  # absolute, fp32 log-probabilities of the same logits
 PROBABILITIES = 1e-6  # absolute, cumulated: closer to a boundary than this, either side is right
 

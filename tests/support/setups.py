@@ -6,14 +6,14 @@ Units: tokens, blocks; per rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moewe.models.config import ModelConfig
-from moewe.models.footprint import cache_groups
+from moewe.models.footprint import kv_groups
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
+from moewe.runtime.kv_layout import kv_layout, step_limits
 from moewe.runtime.scheduler import SchedulerConfig
-from moewe.runtime.scheduling.limits import GroupLimits
 from moewe.topologies import parse_topology
 
 
@@ -22,8 +22,8 @@ class Setup:
     """Topology, memory and limits of a run.
 
     Attributes:
-        num_blocks: of every cache group.
-        window_blocks: of cache groups with a window or chunks; None gives them `num_blocks`.
+        num_blocks: of cache groups that keep whole sequences.
+        window_blocks: most blocks of cache groups with a window or chunks; None leaves them what `kv_layout` gives.
         max_chunk_tokens: bounds one prompt's share of a step; None leaves it to `max_num_batched_tokens`.
         depth: steps in flight.
         keep_logits: record the logits of every row.
@@ -64,22 +64,22 @@ class Setup:
             ),
         )
 
-    def group_limits(self, model: ModelConfig) -> tuple[GroupLimits, ...]:
-        """Return kind, window and blocks of every cache group of the model."""
-        narrow = self.window_blocks or self.num_blocks
-        return tuple(
-            GroupLimits(num_blocks=narrow if group.window else self.num_blocks, kind=group.kind, window=group.window)
-            for group in cache_groups(model, dtype=self.dtype)
-        )
-
     def scheduler_config(self, model: ModelConfig, num_ranks: int) -> SchedulerConfig:
-        """Return the limits that the scheduler plans within."""
-        longest = self.max_model_len or model.max_position_embeddings
+        """Return the limits that the scheduler plans within: those of a worker, or tighter ones."""
+        limits = step_limits(self.engine_config(Path("any")), otherwise=model.max_position_embeddings)
+        dtype = model.dtype if self.dtype == "auto" else self.dtype
+        layout = kv_layout(kv_groups(model, dtype=dtype), limits, self.num_blocks)
+        groups = tuple(
+            replace(group, num_blocks=min(group.num_blocks, self.window_blocks or group.num_blocks))
+            if group.is_windowed
+            else group
+            for group in layout.groups
+        )
         return SchedulerConfig(
             num_ranks=num_ranks,
-            groups=self.group_limits(model),
+            groups=groups,
             block_size=self.block_size,
-            max_model_len=min(longest, self.num_blocks * self.block_size),
+            max_model_len=layout.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_chunk_tokens=self.max_chunk_tokens,
