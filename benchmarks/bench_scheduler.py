@@ -16,7 +16,7 @@ import numpy as np
 
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.plan import FINISH_LENGTH, RankPlan, RankResult, StepPlan, StepResult, pack, unpack
-from moewe.runtime.scheduler import Request, Scheduler, SchedulerConfig
+from moewe.runtime.scheduler import GroupLimits, Request, Scheduler, SchedulerConfig
 
 
 class EchoRank:
@@ -54,7 +54,7 @@ class Bench:
     def __init__(self, ranks: int, slots: int) -> None:
         config = SchedulerConfig(
             num_ranks=ranks,
-            num_blocks=slots * 40,
+            groups=(GroupLimits(num_blocks=slots * 40),),
             block_size=16,
             max_model_len=32768,
             max_num_seqs=slots,

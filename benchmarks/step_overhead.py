@@ -28,7 +28,7 @@ from moewe.moe.wide_ep.placement import linear_placement
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ScheduleOptions
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.plan import StepPlan, StepResult
-from moewe.runtime.scheduler import Request, Scheduler, SchedulerConfig
+from moewe.runtime.scheduler import GroupLimits, Request, Scheduler, SchedulerConfig
 from moewe.runtime.worker import Worker
 from moewe.telemetry import ProgressBoard
 
@@ -107,7 +107,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     limits = SchedulerConfig(
-        num_ranks=1, num_blocks=BLOCKS, block_size=16, max_model_len=1024, max_num_seqs=SLOTS,
+        num_ranks=1, groups=(GroupLimits(num_blocks=BLOCKS),), block_size=16, max_model_len=1024, max_num_seqs=SLOTS,
         max_num_batched_tokens=512,
     )  # fmt: skip
     scheduler = Scheduler(limits)

@@ -30,19 +30,9 @@ def first_visible(kind: str, window: int, position: int) -> int:
 def first_visible_rows(kind: str, window: int, positions: np.ndarray) -> np.ndarray:
     """Return `first_visible` of each of `positions`, [n] i64."""
     if kind == "window":
-        return np.maximum(positions - (window - 1), 0)
+        positions = positions - (window - 1)
+        return positions.clip(min=0)
     return positions // window * window if kind == "chunk" else np.zeros_like(positions)
-
-
-def first_visible_blocks(kind: str, window: int, positions: np.ndarray, block_size: int) -> np.ndarray:
-    """Return `first_visible` of many positions at once, as numbers of the blocks that hold them."""
-    if kind == "window":
-        first: np.ndarray = np.maximum(positions - (window - 1), 0) // block_size
-    elif kind == "chunk":
-        first = positions // window * window // block_size
-    else:
-        first = np.zeros_like(positions)
-    return first
 
 
 @dataclass(frozen=True, kw_only=True)

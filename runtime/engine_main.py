@@ -16,6 +16,7 @@ from ..native.bandwidth import llc_bytes
 from ..text import Tokenizer
 from .deltas import seed_sequence
 from .engine import Engine
+from .kv_layout import KVLayout, kv_layout, step_limits
 from .messages import (
     SHUTTING_DOWN,
     Abort,
@@ -148,11 +149,11 @@ class EngineLoop:
         group.all_met(stall_limits(self._start, ranks))
         assert self._reporter is not None
         self._reporter.cache_resident = any(warm.cache_resident for _, warm in ranks)
-        config = self._start.config
+        config, layout = self._start.config, self._kv_layout(num_blocks)
         return Ready(
             num_blocks=num_blocks,
             block_size=config.cache.block_size,
-            max_model_len=min(config.model.max_model_len or 1 << 30, num_blocks * config.cache.block_size),
+            max_model_len=layout.max_model_len,
             max_num_seqs=config.schedule.max_num_seqs,
             memory_bandwidth=tuple(warm.memory_bandwidth for _, warm in ranks),
             weight_bytes=tuple(rank.weight_bytes for rank, _ in ranks),
@@ -160,11 +161,14 @@ class EngineLoop:
             pids=tuple(member.pid for member in group.workers.members),
         )
 
+    def _kv_layout(self, num_blocks: int) -> KVLayout:
+        return kv_layout(self._start.kv_groups, step_limits(self._start.config), num_blocks)
+
     def _make_engine(self, group: Group, ready: Ready, tokenizer: Tokenizer | None) -> Engine:
         schedule, num_ranks = self._start.config.schedule, group.workers.num_ranks
         limits = SchedulerConfig(
             num_ranks=num_ranks,
-            num_blocks=ready.num_blocks,
+            groups=self._kv_layout(ready.num_blocks).groups,
             block_size=ready.block_size,
             max_model_len=ready.max_model_len,
             max_num_seqs=schedule.max_num_seqs,

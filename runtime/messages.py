@@ -103,7 +103,8 @@ class Ready(Message, frozen=True, kw_only=True):
     """Loaded and warm. `capacity` is exact: blocks a rank, tokens a block.
 
     Attributes:
-        num_blocks: usable KV blocks of each rank.
+        num_blocks: usable KV blocks of each rank in a cache group that keeps whole sequences (`kv_layout` tells those
+            of the others).
         block_size: tokens a block.
         max_model_len: longest sequence accepted, prompt and output.
         max_num_seqs: sequences a rank runs at once.
@@ -136,7 +137,7 @@ class CounterRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankStats(CounterRecord, frozen=True, kw_only=True):
-    """Counters of one rank, and its KV blocks."""
+    """Counters of one rank, and the KV blocks of its cache group that is used most."""
 
     rank: int
     used_blocks: int
@@ -173,7 +174,7 @@ class Stopped(Message, frozen=True, kw_only=True):
 
 # --- engine -> worker -------------------------------------------------------------------------------------------------
 class AllocateKV(Message, frozen=True, kw_only=True):
-    """Hold `num_blocks` blocks from now on (after `Loaded`; the engine takes the least over ranks)."""
+    """Hold what `kv_layout` makes of `num_blocks` from now on (after `Loaded`; the engine takes the least of them)."""
 
     num_blocks: int
 

@@ -356,6 +356,7 @@ def _engine_start(resolved: Resolved, index: int) -> EngineStart:
         replica=index,
         num_layers=resolved.model.num_layers,
         eos_token_ids=resolved.model.eos_token_ids,
+        kv_groups=resolved.footprint.kv_groups,
         fixed_max_model_len=resolved.fixed_max_model_len,
         cpus=resolved.cpus[index * num_ranks : (index + 1) * num_ranks],
         label=f"replica {index} " if resolved.topology.dp > 1 else "",

@@ -58,7 +58,7 @@ class StatsReporter:
         if engine is None:
             return Stats(num_running=0, num_waiting=0, num_preemptions=0, num_steps=0)
         figures = engine.scheduler
-        blocks = zip(self._workers.counters, figures.used_blocks_per_rank)
+        blocks = zip(self._workers.counters, figures.fullest_groups)
         return Stats(
             num_running=figures.num_running,
             num_waiting=figures.num_waiting,
@@ -70,10 +70,10 @@ class StatsReporter:
                     rank,
                     counters,
                     used_blocks=used,
-                    total_blocks=figures.config.num_blocks,
+                    total_blocks=total,
                     cache_resident=self.cache_resident,
                 )
-                for rank, (counters, used) in enumerate(blocks)
+                for rank, (counters, (used, total)) in enumerate(blocks)
             ),
             running_per_rank=figures.running_per_rank,
         )

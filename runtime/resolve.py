@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -19,10 +20,22 @@ from ..models.footprint import model_footprint
 from ..models.loading import check_weights
 from ..quant import NumberFormat, parse_format
 from ..text import check_tokenizer_files
-from ..topologies import ByteBudget, ModelFootprint, Topology, byte_budget, check_fits, check_runnable, parse_topology
+from ..topologies import (
+    ByteBudget,
+    KVGroup,
+    ModelFootprint,
+    StepLimits,
+    Topology,
+    byte_budget,
+    check_fits,
+    check_runnable,
+    kv_sizes,
+    parse_topology,
+)
 from ..topologies.hardware import available_memory_bytes, host_cores, host_memory_bytes, numa_nodes
 from .config import CacheOptions, EngineConfig
 from .gpus import gpu_memory_bytes
+from .kv_layout import kv_layout, step_limits
 from .ranges import check_ranges
 from .scheduling.limits import SchedulerConfig
 
@@ -58,7 +71,7 @@ class Resolved:
     @property
     def most_requests(self) -> int:
         """Requests that a replica takes at once, running and waiting."""
-        return _schedule_limits(self.config, self.topology).most_requests
+        return _schedule_limits(self.config, self.topology, self.footprint).most_requests
 
 
 def check_checkpoint(resolved: Resolved) -> None:
@@ -114,7 +127,7 @@ def resolve(config: EngineConfig) -> Resolved:
     else:
         smallest = min(gpus[: topology.num_ranks])
         budget = _gpu_budget(config, topology, footprint, smallest, fixed=asked is not None)
-    _schedule_limits(config, topology)
+    _schedule_limits(config, topology, footprint)
     for line in topology.warnings():
         log.warning("%s", line)
     return Resolved(
@@ -134,61 +147,47 @@ def rank_memory_bytes(cache: CacheOptions, topology: Topology) -> int:
     return usable // topology.num_ranks
 
 
-def kv_blocks(cache: CacheOptions, *, block_bytes: int, free_bytes: int, useful_blocks: int) -> int:
-    """Return how many KV blocks a rank shall hold.
+def kv_blocks(cache: CacheOptions, groups: Sequence[KVGroup], limits: StepLimits, *, free_bytes: int) -> int:
+    """Return how many KV blocks a rank shall hold, in a cache group that keeps whole sequences.
 
     Args:
         cache: exact numbers in it win.
-        block_bytes: of one block.
+        groups: of the model, as a rank holds them.
+        limits: blocks that no step within them can use are not held.
         free_bytes: what is left for KV once weights and buffers are in place.
-        useful_blocks: more would never be used.
     """
     if cache.num_blocks is not None:
         return cache.num_blocks
     if cache.kv_cache_memory_bytes is not None:
-        return cache.kv_cache_memory_bytes // block_bytes
-    return max(0, min(free_bytes // block_bytes, useful_blocks))
+        return kv_sizes.blocks_in(groups, limits, cache.kv_cache_memory_bytes)
+    return min(kv_sizes.blocks_in(groups, limits, free_bytes), kv_sizes.most_useful(groups, limits))
 
 
 def _fit_host(
     config: EngineConfig, topology: Topology, footprint: ModelFootprint, *, fixed: bool
 ) -> tuple[EngineConfig, ByteBudget]:
-    cache, schedule = config.cache, config.schedule
+    cache, limits = config.cache, step_limits(config)
     memory = rank_memory_bytes(cache, topology)
-    length = config.model.max_model_len
-    assert length is not None
 
-    def budget_at(max_model_len: int, kv_bytes: int | None) -> ByteBudget:
-        return byte_budget(
-            footprint,
-            topology,
-            rank_memory_bytes=memory,
-            max_num_batched_tokens=schedule.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            block_size=cache.block_size,
-            max_num_seqs=schedule.max_num_seqs,
-            kv_bytes=kv_bytes,
-        )
+    def budget_at(limits: StepLimits, kv_bytes: int) -> ByteBudget:
+        return _budget(footprint, topology, limits, memory, kv_bytes)
 
-    budget = budget_at(length, 0)
-    block_bytes = budget.block_bytes
-    one_sequence = -(-length // cache.block_size)
-    modest = max(host_memory_bytes() // CPU_KV_DIVISOR // topology.num_ranks // block_bytes, one_sequence)
-    num_blocks = kv_blocks(
-        cache,
-        block_bytes=block_bytes,
-        free_bytes=memory - budget.fixed_bytes,
-        useful_blocks=min(schedule.max_num_seqs * one_sequence, modest),
-    )
-    tokens = num_blocks * cache.block_size
-    if 0 < tokens < length and not fixed:
-        log.info("max_model_len: %d, lowered from the model's %d to what KV holds", tokens, length)
-        length = tokens
-    budget = budget_at(length, num_blocks * block_bytes)
+    budget = budget_at(limits, 0)
+    groups = budget.kv_groups
+    one_sequence = kv_sizes.kv_bytes(groups, limits, kv_sizes.blocks_to_hold(groups, limits))
+    modest = max(host_memory_bytes() // CPU_KV_DIVISOR // topology.num_ranks, one_sequence)
+    num_blocks = kv_blocks(cache, groups, limits, free_bytes=min(memory - budget.fixed_bytes, modest))
+    longest = kv_sizes.longest_sequence(groups, limits, num_blocks)
+    if 0 < longest < limits.max_model_len and not fixed:
+        log.info("max_model_len: %d, lowered from the model's %d to what KV holds", longest, limits.max_model_len)
+        limits = replace(limits, max_model_len=longest)
+    num_bytes = kv_sizes.kv_bytes(groups, limits, num_blocks)
+    budget = budget_at(limits, num_bytes)
     check_fits(budget, host_bytes=memory * topology.num_ranks)
     if cache.num_blocks is None:
-        log.info("KV: %d blocks of %d tokens a rank, %d bytes", num_blocks, cache.block_size, num_blocks * block_bytes)
-    model = msgspec.structs.replace(config.model, max_model_len=length)
+        sizes = ", ".join(f"{group.name} {n}" for group, n in zip(groups, budget.group_blocks, strict=True))
+        log.info("KV: %s blocks of %d tokens a rank, %d bytes", sizes, cache.block_size, num_bytes)
+    model = msgspec.structs.replace(config.model, max_model_len=limits.max_model_len)
     cache = msgspec.structs.replace(cache, num_blocks=num_blocks)
     return msgspec.structs.replace(config, model=model, cache=cache), budget
 
@@ -197,29 +196,33 @@ def _gpu_budget(
     config: EngineConfig, topology: Topology, footprint: ModelFootprint, memory_bytes: int, *, fixed: bool
 ) -> ByteBudget:
     """Return the budget of a GPU of `memory_bytes`, or refuse it; the rank will set KV by what it really has left."""
-    cache, schedule, length = config.cache, config.schedule, config.model.max_model_len
-    assert length is not None
-
-    def budget_at(max_model_len: int, kv_bytes: int | None) -> ByteBudget:
-        return byte_budget(
-            footprint,
-            topology,
-            rank_memory_bytes=int(memory_bytes * cache.gpu_memory_utilization),
-            max_num_batched_tokens=schedule.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            block_size=cache.block_size,
-            max_num_seqs=schedule.max_num_seqs,
-            kv_bytes=kv_bytes,
-        )
-
+    cache, limits = config.cache, step_limits(config)
+    usable = int(memory_bytes * cache.gpu_memory_utilization)
     kv_bytes = cache.kv_cache_memory_bytes
     if cache.num_blocks is not None:
-        kv_bytes = cache.num_blocks * budget_at(length, 0).block_bytes
-    budget = budget_at(length, kv_bytes)
-    if 0 < budget.kv_tokens < length and not fixed:
-        budget = budget_at(budget.kv_tokens, budget.kv_bytes)
+        groups = _budget(footprint, topology, limits, usable, 0).kv_groups
+        kv_bytes = kv_sizes.kv_bytes(groups, limits, cache.num_blocks)
+    budget = _budget(footprint, topology, limits, usable, kv_bytes)
+    if 0 < budget.longest_sequence < limits.max_model_len and not fixed:
+        limits = replace(limits, max_model_len=budget.longest_sequence)
+        budget = _budget(footprint, topology, limits, usable, budget.kv_bytes)
     check_fits(budget)
     return budget
+
+
+def _budget(
+    footprint: ModelFootprint, topology: Topology, limits: StepLimits, memory_bytes: int, kv_bytes: int | None
+) -> ByteBudget:
+    return byte_budget(
+        footprint,
+        topology,
+        rank_memory_bytes=memory_bytes,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+        block_size=limits.block_size,
+        max_num_seqs=limits.max_num_seqs,
+        kv_bytes=kv_bytes,
+    )
 
 
 def _compute(config: EngineConfig, topology: Topology) -> tuple[int, tuple[tuple[int, ...], ...]]:
@@ -265,15 +268,14 @@ def _check_kv_format(cache: CacheOptions, dtype: NumberFormat) -> None:
         )
 
 
-def _schedule_limits(config: EngineConfig, topology: Topology) -> SchedulerConfig:
+def _schedule_limits(config: EngineConfig, topology: Topology, footprint: ModelFootprint) -> SchedulerConfig:
     """Return what the scheduler will plan within; it refuses its limits before anything is loaded."""
-    schedule, length = config.schedule, config.model.max_model_len
-    assert length is not None
+    schedule, limits = config.schedule, step_limits(config)
     return SchedulerConfig(
         num_ranks=topology.ep,
-        num_blocks=config.cache.num_blocks or 1,
-        block_size=config.cache.block_size,
-        max_model_len=length,
+        groups=kv_layout(footprint.kv_groups, limits, config.cache.num_blocks or 1).groups,
+        block_size=limits.block_size,
+        max_model_len=limits.max_model_len,
         max_num_seqs=schedule.max_num_seqs,
         max_num_batched_tokens=schedule.max_num_batched_tokens,
         policy=schedule.policy,

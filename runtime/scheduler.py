@@ -7,8 +7,12 @@ A step: every sequence past its prompt decodes one token (implicit in the plan);
 goes to prompts in chunks. Lengths are known ahead; only end tokens, stop strings and aborts come as a surprise, and a
 sequence that ends so may have rows planned that the worker drops, or tokens in flight that are ignored here.
 
-Progress: the first sequence of a rank in precedence is never preempted and fits the pool alone, so it always ends; the
-queue is served strictly in order, so the first in it always comes in.
+A token takes a place in every cache group. Groups whose rows see only a window give blocks back on the way: what the
+next row of a sequence cannot see is freed when that row's step is planned.
+
+Progress: the first sequence of a rank in precedence is never preempted and fits the pools alone, so it always ends; the
+queue is served strictly in order, so the first in it always comes in. Between steps no sequence holds more than its
+windows and the block of its next row, whatever its last chunk was, so a chunk never costs others more than a step.
 """
 
 from __future__ import annotations
@@ -22,11 +26,19 @@ from .plan import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, RankResult, StepPlan
 from .scheduling import step as steps
 from .scheduling.admission import AdmissionError, QueueFullError, WaitingQueue, check_fits
 from .scheduling.batch_state import DECODE, BatchState
-from .scheduling.limits import SchedulerConfig
+from .scheduling.limits import GroupLimits, SchedulerConfig
 from .scheduling.policy import precedence, step_header
 from .scheduling.request import Request, RequestState, SequenceUpdate
 
-__all__ = ["AdmissionError", "QueueFullError", "Request", "Scheduler", "SchedulerConfig", "SequenceUpdate"]
+__all__ = [
+    "AdmissionError",
+    "GroupLimits",
+    "QueueFullError",
+    "Request",
+    "Scheduler",
+    "SchedulerConfig",
+    "SequenceUpdate",
+]
 
 
 class Scheduler:
@@ -108,6 +120,7 @@ class Scheduler:
         batch, eos = self._batch, self.config.eos_token_ids
         self._let_go()
         self._take_back()
+        batch.free_passed()
         decoding, growing = self._make_room()
         admitted = self._admit(growing)
         draft = steps.StepDraft(decoding, growing, steps.draft_chunks(batch, decoding=decoding, growing=growing))
@@ -145,8 +158,8 @@ class Scheduler:
         batch = self._batch
         decoding = batch.phase == DECODE
         growing = batch.growing(decoding)
-        for rank in np.flatnonzero(growing.sum(1) > batch.free_blocks).tolist():
-            while growing[rank].sum() > batch.free_blocks[rank]:
+        for rank in np.flatnonzero(growing.sum(1) > batch.free_blocks.min(0)).tolist():
+            while growing[rank].sum() > batch.free_blocks[:, rank].min():
                 victim = max(batch.running(rank), key=lambda request: precedence(request, self.config.policy))
                 decoding[rank, victim.slot] = growing[rank, victim.slot] = False
                 self._depart(victim, RequestState.RETURNING)
@@ -164,8 +177,8 @@ class Scheduler:
         blocked[[request.rank for request in self._returning]] = True  # their blocks are not for those behind them
         loads = steps.rank_loads(self._batch, growing=growing, blocked=blocked)
         while (request := self._queue.first()) is not None:
-            prompt_blocks = self.config.blocks_for(request.num_tokens)
-            worst_blocks = self.config.blocks_for(request.max_length - 1)
+            prompt_blocks = np.array(self.config.group_needs(request.num_tokens))
+            worst_blocks = np.array(self.config.group_needs(request.max_length - 1))
             rank = loads.choose(prompt_blocks=prompt_blocks, worst_blocks=worst_blocks)
             if rank < 0:
                 break
@@ -286,9 +299,19 @@ class Scheduler:
         return tuple(np.count_nonzero(self._batch.phase, axis=1).tolist())
 
     @property
+    def fullest_groups(self) -> tuple[tuple[int, int], ...]:
+        """KV blocks in use and in all on each rank, of the cache group that is used most."""
+        batch = self._batch
+        used = batch.num_blocks[:, None] - batch.free_blocks  # [G, W]
+        fullest = np.argmax(used / batch.num_blocks[:, None], axis=0)
+        return tuple(
+            (int(used[group, rank]), int(batch.num_blocks[group])) for rank, group in enumerate(fullest.tolist())
+        )
+
+    @property
     def used_blocks_per_rank(self) -> tuple[int, ...]:
-        """KV blocks in use on each rank, over one cache group."""
-        return tuple((self.config.num_blocks - self._batch.free_blocks).tolist())
+        """KV blocks in use on each rank, of the cache group that is used most."""
+        return tuple(used for used, _ in self.fullest_groups)
 
     def check_invariants(self) -> None:
         """Raise AssertionError when queue, batch and books contradict each other."""

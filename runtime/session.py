@@ -20,6 +20,7 @@ from ..models.source import resolve_model
 from ..text import ChatTemplate, Tokenizer, check_template_kwargs
 from .config import EngineConfig
 from .generation_defaults import GenerationDefaults, generation_defaults
+from .kv_layout import kv_layout, step_limits
 from .messages import INVALID_REQUEST, Delta
 from .params import SamplingParams
 from .prompts import check_token_ids, model_template, model_tokenizer, with_ends
@@ -176,7 +177,11 @@ class Session:
         ready, schedule = self._replicas.ready, self.resolved.config.schedule
         return SchedulerConfig(
             num_ranks=self.resolved.topology.ep,
-            num_blocks=min(one.num_blocks for one in ready),
+            groups=kv_layout(
+                self.resolved.footprint.kv_groups,
+                step_limits(self.resolved.config),
+                min(one.num_blocks for one in ready),
+            ).groups,
             block_size=ready[0].block_size,
             max_model_len=self.max_model_len,
             max_num_seqs=schedule.max_num_seqs,

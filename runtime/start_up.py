@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from .kv_layout import kv_layout, step_limits
 from .messages import KVAllocated, Loaded
 from .processes.launch import EngineStart
 from .processes.supervision import Limits, predicted_layer_s
@@ -22,20 +23,20 @@ def check_blocks(start: EngineStart, num_blocks: int) -> None:
     Raises:
         ValueError: names the numbers and the fix.
     """
-    wanted, block_size = start.config.model.max_model_len, start.config.cache.block_size
-    tokens = num_blocks * block_size
+    wanted = start.config.model.max_model_len
     if num_blocks < 1:
         raise ValueError(
             "no memory is left for KV (0 blocks); give --kv-cache-memory-bytes, or use more ranks or a smaller model"
         )
-    if wanted is None or tokens >= wanted:
+    longest = kv_layout(start.kv_groups, step_limits(start.config), num_blocks).max_model_len
+    if wanted is None or longest >= wanted:
         return
     if start.fixed_max_model_len:
         raise ValueError(
-            f"KV of {num_blocks} blocks holds {tokens} tokens, less than max_model_len={wanted}; "
-            f"use --max-model-len {tokens} or give --kv-cache-memory-bytes more"
+            f"KV of {num_blocks} blocks holds {longest} tokens, less than max_model_len={wanted}; "
+            f"use --max-model-len {longest} or give --kv-cache-memory-bytes more"
         )
-    log.info("max_model_len: %d, lowered from %d to what KV holds", tokens, wanted)
+    log.info("max_model_len: %d, lowered from %d to what KV holds", longest, wanted)
 
 
 def stall_limits(start: EngineStart, ranks: Sequence[tuple[Loaded, KVAllocated]]) -> Limits:

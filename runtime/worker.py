@@ -18,13 +18,14 @@ from ..attention.build import build_attention_batch
 from ..kvcache import KVStorage
 from ..models.decoder import Decoder, ForwardBatch
 from ..models.families import load_config
-from ..models.footprint import cache_groups
+from ..models.footprint import cache_groups, kv_groups
 from ..models.loading import LoadOptions, load_weights
 from ..moe.wide_ep.exchange import Exchange
 from ..moe.wide_ep.placement import ExpertPlacement
 from ..quant import parse_format
 from ..telemetry import RankCounters, RankProgress
 from .config import EngineConfig
+from .kv_layout import kv_layout, step_limits
 from .messages import KVAllocated, Loaded
 from .metrics.stats import encode_counters
 from .plan import FINISH_ERROR, Admission, Chunk, RankPlan, RankResult, SamplingState, StepHeader, TokenLogprobs, pack
@@ -75,6 +76,9 @@ class Worker:
         self.device = torch.device(config.parallel.device)
         self.counters = RankCounters(len(self.model_config.moe_layers), placement.num_local_slots(rank))
         self.observer: Observer | None = None
+        # Sequences that may grow beyond this length use other rotary frequencies from their first token on.
+        scaling = self.model_config.rotary.scaling
+        self._long_from = scaling.original_max_position if scaling is not None and scaling.kind == "longrope" else 0
         self._exchange, self._placement = exchange, placement
         self._progress, self._on_loading = progress, on_loading
         self._decoder: Decoder | None = None
@@ -139,20 +143,23 @@ class Worker:
     def allocate(self, num_blocks: int) -> KVAllocated:
         """Hold `num_blocks` KV blocks, run two steps on a made-up sequence, and measure the memory.
 
-        A collective: all ranks do it. The steps end on all of them at the same moment, so they measure together.
+        Cache groups that keep only windows get fewer (`kv_layout`). A collective: all ranks do it. The steps end on all
+        of them at the same moment, so they measure together.
         """
         config, model = self.config, self.model_config
+        limits = step_limits(config, otherwise=model.max_position_embeddings)
+        layout = kv_layout(kv_groups(model, dtype=self.number_format), limits, num_blocks)
         self._storage = KVStorage(
             cache_groups(model, dtype=self.number_format),
-            num_blocks=num_blocks,
+            num_blocks=layout.num_blocks,
             block_size=config.cache.block_size,
             device=self.device,
         )
-        max_model_len = min(
-            config.model.max_model_len or model.max_position_embeddings, num_blocks * config.cache.block_size + 1
-        )
         self._batch = WorkerBatch(
-            num_slots=config.schedule.max_num_seqs, max_model_len=max_model_len, block_size=config.cache.block_size
+            num_slots=config.schedule.max_num_seqs,
+            max_model_len=layout.max_model_len,
+            block_size=config.cache.block_size,
+            groups=[(group.kind, group.window) for group in layout.groups],
         )
         self._warm_up()
         measured = read_bandwidth(self.device, self.num_ranks)
@@ -179,12 +186,11 @@ class Worker:
         self.counters.begin_step(header.kind, rows.num_rows)
         forward = self._to_device(rows)
         hidden = self.decoder.forward(forward, self.storage)
-        row_slots = rows.row_slots()
         if self.observer is not None:
-            self.observer(forward, hidden, self.batch.sequence_ids[row_slots])
+            self.observer(forward, hidden, self.batch.sequence_ids[rows.row_slots])
         logits = self.decoder.logits(hidden[forward.sample_rows])
         tokens = sample(logits, self.batch.sampling(rows.sample_slots))
-        healthy = self._judge(rows, row_slots, hidden, logits)
+        healthy = self._judge(rows, hidden, logits)
         chosen = tokens.cpu().numpy()
         logprobs = self._logprobs(rows, logits, tokens, healthy)
         flags = self.batch.commit(rows, chosen, healthy)
@@ -224,21 +230,27 @@ class Worker:
         return ForwardBatch(
             input_ids=move(rows.input_ids),
             positions=move(rows.positions),
-            attention=build_attention_batch(
-                slot_mapping=rows.slot_mapping,
-                segments=rows.segments,
-                decode_lengths=rows.decode_lengths,
-                decode_tables=rows.decode_tables,
-                block_size=self.batch.block_size,
-                device=self.device,
+            attention=tuple(
+                build_attention_batch(
+                    slot_mapping=own.slot_mapping,
+                    segments=own.segments,
+                    decode_lengths=rows.decode_lengths,
+                    decode_tables=own.decode_tables,
+                    block_size=self.batch.block_size,
+                    device=self.device,
+                    kind=kind,
+                    window=window,
+                )
+                for (kind, window), own in zip(self.batch.groups, rows.groups, strict=True)
             ),
             sample_rows=move(rows.sample_rows),
+            long_rows=move(self.batch.max_length[rows.row_slots] > self._long_from) if self._long_from else None,
         )
 
-    def _judge(self, rows: StepRows, row_slots: np.ndarray, hidden: torch.Tensor, logits: torch.Tensor) -> np.ndarray:
+    def _judge(self, rows: StepRows, hidden: torch.Tensor, logits: torch.Tensor) -> np.ndarray:
         """Return which slots saw only finite numbers, [S] bool."""
         healthy = np.ones(self.batch.num_slots, np.bool_)
-        healthy[row_slots[~finite_rows(hidden).cpu().numpy()]] = False
+        healthy[rows.row_slots[~finite_rows(hidden).cpu().numpy()]] = False
         healthy[rows.sample_slots[~finite_rows(logits).cpu().numpy()]] = False
         return healthy
 
@@ -251,7 +263,8 @@ class Worker:
         ill = np.flatnonzero(~healthy)
         # Masked positions are multiplied by zero, and zero times NaN is NaN: the next owner would suffer.
         for slot in ill.tolist():
-            self.storage.zero_blocks(torch.from_numpy(self.batch.blocks_of(slot)))
+            for group in range(len(self.batch.groups)):
+                self.storage.zero_blocks(torch.from_numpy(self.batch.blocks_of(slot, group)), group)
         silent = np.setdiff1d(ill, rows.sample_slots)  # within their prompt
         return (
             np.concatenate([rows.sample_slots, silent]),
@@ -298,15 +311,17 @@ class Worker:
             slot=0, sequence_id=0, tokens=pack(np.zeros(num_tokens)), max_length=num_tokens + 2, sampling=sampling
         )
         chunk = Chunk(slot=0, start=0, num_tokens=num_tokens, samples=True)
-        num_blocks = min(*self.storage.num_blocks, -(-(num_tokens + 1) // self.config.cache.block_size))
-        table = np.array([(0, 0, i, i) for i in range(num_blocks)])
+        most = -(-(num_tokens + 1) // self.config.cache.block_size)
+        used = [min(most, blocks) for blocks in self.storage.num_blocks]
+        table = np.array([(group, 0, i, i % n) for group, n in enumerate(used) for i in range(most)])
         plans = (RankPlan(admitted=(prompt,), grants=pack(table), chunks=(chunk,)), RankPlan(num_decodes=1))
         for step, plan in zip(WARM_UP_STEPS, plans, strict=True):
             self.run(
                 StepHeader(step=step, epoch=0, kind="prefill", bucket=num_tokens, exchange=self._exchange.name), plan
             )
         self.batch.apply(RankPlan(), snapshot=True)
-        self.storage.zero_blocks(range(num_blocks))
+        for group, blocks in enumerate(used):
+            self.storage.zero_blocks(range(blocks), group)
         for values in (self.counters.bytes_moved, self.counters.busy_seconds, self.counters.steps):
             values[...] = 0
         self.counters.tokens[...] = 0

@@ -1,15 +1,17 @@
 """EPxDPy grammar, rank grid, footprint records and byte budget (level 1)."""
 
-from .budget import ByteBudget, StepLimits, byte_budget, check_fits, check_runnable, format_bytes
+from .budget import ByteBudget, byte_budget, check_fits, check_runnable, format_bytes
 from .expansion import expansion
 from .footprint import ModelFootprint
 from .grid import RankGrid, placement_summary, slot_ranges
+from .kv_sizes import KVGroup, StepLimits
 from .layout import Layout, RequestClass, load_layout, preset_names
 from .spec import DIALECTS, Topology, TopologyError, make_topology, parse_topology
 
 __all__ = [
     "DIALECTS",
     "ByteBudget",
+    "KVGroup",
     "Layout",
     "ModelFootprint",
     "RankGrid",

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from . import kv_sizes
 from .footprint import ModelFootprint
 from .grid import slot_ranges
+from .kv_sizes import KVGroup, StepLimits
 from .spec import Topology, TopologyError
 
 # Interpreter and libraries of a rank's process; measured near 300 MiB with torch on CPU.
@@ -26,16 +28,6 @@ class BudgetLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepLimits:
-    """What bounds a step and a sequence, in tokens: the part of the engine's options that costs bytes."""
-
-    max_num_batched_tokens: int
-    max_model_len: int
-    max_num_seqs: int
-    block_size: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class ByteBudget:
     """What the fullest rank of `topology` needs.
 
@@ -43,6 +35,7 @@ class ByteBudget:
         footprint, topology, limits: what was asked for.
         lines: the parts, in the order in which they are printed.
         rank_memory_bytes: what a rank may use.
+        num_blocks: KV blocks of a rank in a cache group that keeps whole sequences.
     """
 
     footprint: ModelFootprint
@@ -50,6 +43,7 @@ class ByteBudget:
     limits: StepLimits
     lines: tuple[BudgetLine, ...]
     rank_memory_bytes: int
+    num_blocks: int
 
     def of_kind(self, kind: str) -> int:
         """Return the bytes of all lines of `kind`."""
@@ -71,24 +65,29 @@ class ByteBudget:
         return self.total - self.kv_bytes
 
     @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """The cache groups as one rank holds them."""
+        return _rank_groups(self.footprint, self.topology)
+
+    @property
+    def group_blocks(self) -> tuple[int, ...]:
+        """KV blocks of a rank in each cache group."""
+        return kv_sizes.group_blocks(self.kv_groups, self.limits, self.num_blocks)
+
+    @property
     def block_bytes(self) -> int:
-        """Bytes of one KV block."""
-        return self.limits.block_size * self.footprint.kv_bytes_per_token // self.topology.atp
+        """Bytes of one KV block in every group."""
+        return self.limits.block_size * sum(group.bytes_per_token for group in self.kv_groups)
 
     @property
-    def num_blocks(self) -> int:
-        """KV blocks of a rank."""
-        return self.kv_bytes // max(1, self.block_bytes)
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens that a rank's KV holds."""
-        return self.num_blocks * self.limits.block_size
+    def longest_sequence(self) -> int:
+        """The longest sequence that a rank's KV holds, at most `max_model_len`."""
+        return kv_sizes.longest_sequence(self.kv_groups, self.limits, self.num_blocks)
 
     def max_concurrency(self, tokens: int) -> int:
         """Return how many sequences of `tokens` tokens fit at once over all ranks."""
-        blocks = -(-tokens // self.limits.block_size)
-        return (self.num_blocks // blocks) * self.topology.adp * self.topology.dp
+        a_rank = kv_sizes.max_concurrency(self.kv_groups, self.limits, self.num_blocks, tokens)
+        return a_rank * self.topology.adp * self.topology.dp
 
     def table(self) -> str:
         """Return the budget as text, one line a part."""
@@ -97,9 +96,12 @@ class ByteBudget:
         rows = [f"bytes of {who} ({self.footprint.name}, {self.topology.short()})"]
         rows += [f"  {line.name:{width}}  {format_bytes(line.num_bytes):>11}" for line in self.lines]
         rows.append(f"  {'total':{width}}  {format_bytes(self.total):>11}  of {format_bytes(self.rank_memory_bytes)}")
-        length = self.limits.max_model_len
+        length, block_size = self.limits.max_model_len, self.limits.block_size
+        blocks = ", ".join(
+            f"{group.name} {n:,} ({n * block_size:,} tokens)" for group, n in zip(self.kv_groups, self.group_blocks)
+        )
         rows.append(
-            f"  KV holds {self.kv_tokens:,} tokens a rank ({self.num_blocks:,} blocks of {self.limits.block_size}); "
+            f"  KV blocks of {block_size} tokens a rank: {blocks}; "
             f"max concurrency at {length:,} tokens: {self.max_concurrency(length):,} "
             f"(at most {self.limits.max_num_seqs * self.topology.adp * self.topology.dp:,} sequences at once)"
         )
@@ -148,19 +150,41 @@ def _budget(
 ) -> ByteBudget:
     lines = [*_weights(footprint, topology), *_buffers(footprint, topology, limits)]
     reserve = BudgetLine(name="reserve (process, libraries)", kind="reserve", num_bytes=RESERVE_BYTES)
+    groups = _rank_groups(footprint, topology)
     if kv_bytes is None:
         left = rank_memory_bytes - RESERVE_BYTES - sum(line.num_bytes for line in lines)
-        block_bytes = max(1, limits.block_size * footprint.kv_bytes_per_token // topology.atp)
-        useful = limits.max_num_seqs * -(-limits.max_model_len // limits.block_size)
-        kv_bytes = max(0, min(left // block_bytes, useful)) * block_bytes
-    lines += [BudgetLine(name="KV cache", kind="kv", num_bytes=kv_bytes), reserve]
+        num_blocks = min(kv_sizes.blocks_in(groups, limits, left), kv_sizes.most_useful(groups, limits))
+    else:
+        num_blocks = kv_sizes.blocks_in(groups, limits, kv_bytes)
+    lines += [*_kv(groups, limits, num_blocks), reserve]
     return ByteBudget(
         footprint=footprint,
         topology=topology,
         limits=limits,
         lines=tuple(line for line in lines if line.num_bytes),
         rank_memory_bytes=rank_memory_bytes,
+        num_blocks=num_blocks,
     )
+
+
+def _rank_groups(footprint: ModelFootprint, topology: Topology) -> tuple[KVGroup, ...]:
+    """Return the cache groups of one rank: heads are split over `atp`, the one latent row of a token is not."""
+    return tuple(
+        group if group.kind == "latent" else replace(group, bytes_per_token=group.bytes_per_token // topology.atp)
+        for group in footprint.kv_groups
+    )
+
+
+def _kv(groups: tuple[KVGroup, ...], limits: StepLimits, num_blocks: int) -> list[BudgetLine]:
+    blocks = kv_sizes.group_blocks(groups, limits, num_blocks)
+    return [
+        BudgetLine(
+            name="KV cache" if len(groups) == 1 else f"KV cache, {group.name} ({len(groups)} groups)",
+            kind="kv",
+            num_bytes=n * group.bytes_per_token * limits.block_size,
+        )
+        for group, n in zip(groups, blocks, strict=True)
+    ]
 
 
 def _weights(footprint: ModelFootprint, topology: Topology) -> list[BudgetLine]:
@@ -254,18 +278,21 @@ def check_fits(budget: ByteBudget, *, host_bytes: int | None = None) -> None:
             f"({format_bytes(budget.of_kind('weights'))} of it weights), a rank may use {memory}; "
             f"{_fix(budget, host_bytes)}"
         )
+    groups, limits = budget.kv_groups, budget.limits
     if budget.total > budget.rank_memory_bytes:
-        most = (budget.rank_memory_bytes - budget.fixed_bytes) // budget.block_bytes * budget.block_bytes
+        fitting = kv_sizes.blocks_in(groups, limits, budget.rank_memory_bytes - budget.fixed_bytes)
+        most = kv_sizes.kv_bytes(groups, limits, fitting)
         raise TopologyError(
             f"--kv-cache-memory-bytes {budget.kv_bytes} does not fit on {name}: a rank may use {memory} and everything "
             f"else takes {format_bytes(budget.fixed_bytes)}; use at most {most}"
         )
-    if budget.kv_tokens < budget.limits.max_model_len:
-        need = -(-budget.limits.max_model_len // budget.limits.block_size) * budget.block_bytes
-        remedy = f"use --max-model-len {budget.kv_tokens} or " if budget.kv_tokens else ""
+    longest = budget.longest_sequence
+    if longest < limits.max_model_len:
+        need = kv_sizes.kv_bytes(groups, limits, kv_sizes.blocks_to_hold(groups, limits))
+        remedy = f"use --max-model-len {longest} or " if longest else ""
         raise TopologyError(
-            f"KV of {format_bytes(budget.kv_bytes)} holds {budget.kv_tokens:,} tokens, less than one sequence of "
-            f"max_model_len={budget.limits.max_model_len:,}; {remedy}give --kv-cache-memory-bytes at least {need}"
+            f"KV of {format_bytes(budget.kv_bytes)} holds {longest:,} tokens, less than one sequence of "
+            f"max_model_len={limits.max_model_len:,}; {remedy}give --kv-cache-memory-bytes at least {need}"
         )
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .kv_sizes import KVGroup
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFootprint:
@@ -25,7 +27,7 @@ class ModelFootprint:
         expert_bytes: ONE routed expert of ONE layer.
         embedding_bytes: the embedding matrix.
         head_bytes: the output head; 0 when it is the embedding.
-        kv_bytes_per_token: KV of one token over all layers and all KV heads.
+        kv_groups: its cache groups, with the bytes of a token over all layers and KV heads of each.
         hidden_size: D.
         vocab_size: rows of the embedding.
         max_model_len: positions that the model was made for.
@@ -44,12 +46,17 @@ class ModelFootprint:
     expert_bytes: int
     embedding_bytes: int
     head_bytes: int
-    kv_bytes_per_token: int
+    kv_groups: tuple[KVGroup, ...]
     hidden_size: int
     vocab_size: int
     max_model_len: int
     activation_itemsize: int
     flops_per_token: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """KV of one token over all layers, for as long as every group holds it."""
+        return sum(group.bytes_per_token for group in self.kv_groups)
 
     @property
     def replicated_bytes(self) -> int:

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from ...topologies import KVGroup
 from ..config import EngineConfig
 from ..messages import Message
 from .channel import Channel
@@ -56,6 +57,7 @@ class EngineStart(Message, frozen=True, kw_only=True):
         replica: which of the replicas behind one server it is.
         num_layers: of the model, to predict the time of one.
         eos_token_ids: of the model.
+        kv_groups: its cache groups, as a rank holds them.
         fixed_max_model_len: `max_model_len` was asked for, so it may not be lowered.
         cpus: per rank, logical CPUs to run on; empty binds nothing.
         label: what log lines put before `engine` and `rank`; empty for the only replica.
@@ -65,6 +67,7 @@ class EngineStart(Message, frozen=True, kw_only=True):
     replica: int
     num_layers: int
     eos_token_ids: tuple[int, ...]
+    kv_groups: tuple[KVGroup, ...]
     fixed_max_model_len: bool = False
     cpus: tuple[tuple[int, ...], ...] = ()
     label: str = ""

@@ -1,7 +1,9 @@
 """The running batch of one rank: every sequence's tokens, blocks and sampling state, in arrays indexed by slot.
 
 Not a scheduler: it turns the delta of a plan into the rows of a step, in numpy, and books their outcome.
-Shapes: S slots, T rows of the step (decode rows first, by slot; then a run a chunk), B most blocks of a sequence.
+Shapes: S slots, T rows of the step (decode rows first, by slot; then a run a chunk), B most blocks of a sequence, G
+cache groups. A block table has an entry for every block of a sequence; those before the first that its next row sees
+are stale: their blocks belong to others by now, and nothing may look at them.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...kvcache.groups import first_visible_rows
 from ..params import GREEDY_TEMPERATURE
 from ..plan import FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Admission, Chunk, RankPlan, unpack
 from .sampler import SamplingRows
@@ -22,7 +25,8 @@ FREE = -1
 class Segment:
     """A run of rows of one sequence: rows [row_start, row_start + num_rows), `num_computed_tokens` before them in KV.
 
-    `block_table` is [n] i64, the blocks of tokens [0, num_computed_tokens + num_rows).
+    `block_table` is [n] i32, the blocks of tokens [0, num_computed_tokens + num_rows) in one cache group, with stale
+    entries where the first row sees nothing.
     """
 
     slot: int
@@ -33,27 +37,40 @@ class Segment:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupRows:
+    """Where the rows of a step read and write in one cache group.
+
+    Attributes:
+        slot_mapping: [T] i64.
+        segments: the chunks, ascending by row.
+        decode_tables: [N, n] i32, block tables of the decode rows; entries that a row does not see may be stale or -1.
+    """
+
+    slot_mapping: np.ndarray
+    segments: tuple[Segment, ...]
+    decode_tables: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepRows:
     """The rows of one step on one rank.
 
     Attributes:
-        input_ids, positions, slot_mapping: [T] i64.
-        segments: the chunks, ascending by row.
+        input_ids, positions: [T] i64.
+        row_slots: [T] i64, the slot of every row.
+        groups: one for each cache group.
         decode_slots: [N] i64; decode row number i belongs to `decode_slots[i]`.
         decode_lengths: [N] i64, tokens to attend to, this row's own included.
-        decode_tables: [N, n] i64, padded with the sequence's own first block: masked, but multiplied, so that a stray
-            NaN in a block of somebody else would spread.
         sample_rows: [K] i64, rows whose logits are wanted.
         sample_slots: [K] i64, whose they are.
     """
 
     input_ids: np.ndarray
     positions: np.ndarray
-    slot_mapping: np.ndarray
-    segments: tuple[Segment, ...]
+    row_slots: np.ndarray
+    groups: tuple[GroupRows, ...]
     decode_slots: np.ndarray
     decode_lengths: np.ndarray
-    decode_tables: np.ndarray
     sample_rows: np.ndarray
     sample_slots: np.ndarray
 
@@ -62,10 +79,10 @@ class StepRows:
         """T."""
         return len(self.input_ids)
 
-    def row_slots(self) -> np.ndarray:
-        """Return the slot of every row, [T] i64."""
-        chunks = [np.full(segment.num_rows, segment.slot, np.int64) for segment in self.segments]
-        return np.concatenate([self.decode_slots, *chunks])
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The chunks, ascending by row; in every group the same but for their block tables."""
+        return self.groups[0].segments
 
 
 class WorkerBatch:
@@ -75,14 +92,24 @@ class WorkerBatch:
         num_slots: S.
         max_model_len: longest sequence, prompt and output.
         block_size: tokens a KV block.
+        groups: kind and window of each cache group (see `kvcache.CacheGroup`).
     """
 
-    def __init__(self, *, num_slots: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        max_model_len: int,
+        block_size: int,
+        groups: Sequence[tuple[str, int]] = (("full", 0),),
+    ) -> None:
+        self.groups = tuple(groups)
         self.num_slots, self.block_size = num_slots, block_size
         self.max_blocks = -(-max_model_len // block_size)
         self.tokens: list[np.ndarray] = [np.empty(0, np.int32)] * num_slots  # given at admission, kept for chunks
         self.sequence_ids = np.full(num_slots, FREE, np.int64)
-        self.block_table = np.full((num_slots, self.max_blocks), FREE, np.int32)  # [S, B], -1 where not granted
+        self.block_table = np.full((len(groups), num_slots, self.max_blocks), FREE, np.int32)  # -1 where never granted
+        self.first_block = np.zeros((len(groups), num_slots), np.int64)  # entries before it are stale
         self.num_tokens = np.zeros(num_slots, np.int64)  # known tokens, the last one sampled included
         self.num_computed_tokens = np.zeros(num_slots, np.int64)
         self.max_length = np.zeros(num_slots, np.int64)
@@ -107,46 +134,50 @@ class WorkerBatch:
             self._admit(admission)
         if plan.grants:
             grants = unpack(plan.grants).reshape(-1, 4)  # (group, slot, index, block)
-            assert not grants[:, 0].any(), "this worker holds one cache group"
-            self.block_table[grants[:, 1], grants[:, 2]] = grants[:, 3]
+            self.block_table[grants[:, 0], grants[:, 1], grants[:, 2]] = grants[:, 3]
+        for group, (kind, window) in enumerate(self.groups):
+            if window:  # what the next row cannot see was freed with this plan, and may be granted to others in it
+                visible = first_visible_rows(kind, window, self.num_computed_tokens)
+                np.floor_divide(visible, self.block_size, out=self.first_block[group])
 
     def rows(self, chunks: Sequence[Chunk]) -> StepRows:
         """Return the rows of a step that runs `chunks` and one token of every decoding sequence that goes on."""
         slots = np.flatnonzero(self.decoding & ~self.finished)
         lengths = self.num_computed_tokens[slots] + 1
         width = -(-int(lengths.max()) // self.block_size) if slots.size else 0
-        segments: list[Segment] = []
-        ids, positions = [self.last_token[slots]], [self.num_computed_tokens[slots]]
-        blocks, sample_rows, sample_slots = [self._blocks_at(slots, positions[0])], [np.arange(slots.size)], [slots]
-        start = slots.size
-        for chunk in chunks:
-            if self.finished[chunk.slot]:  # planned before this worker's verdict was known
-                continue
+        running = [chunk for chunk in chunks if not self.finished[chunk.slot]]  # others: planned before this verdict
+        ids, positions, row_slots = [self.last_token[slots]], [self.num_computed_tokens[slots]], [slots]
+        sample_rows, sample_slots = [np.arange(slots.size)], [slots]
+        start, starts = slots.size, []
+        for chunk in running:
             stop = chunk.start + chunk.num_tokens
-            used = self.block_table[chunk.slot, : -(-stop // self.block_size)].astype(np.int64)
-            at = np.arange(chunk.start, stop)
             ids.append(self.tokens[chunk.slot][chunk.start : stop].astype(np.int64))
-            positions.append(at)
-            blocks.append(used[at // self.block_size])
-            segments.append(
-                Segment(slot=chunk.slot, row_start=start, num_rows=chunk.num_tokens,
-                        num_computed_tokens=chunk.start, block_table=used)
-            )  # fmt: skip
+            positions.append(np.arange(chunk.start, stop))
+            row_slots.append(np.full(chunk.num_tokens, chunk.slot))
+            starts.append(start)
             start += chunk.num_tokens
             if chunk.samples:
                 sample_rows.append(np.array([start - 1]))
                 sample_slots.append(np.array([chunk.slot]))
-        tables = self.block_table[slots, :width]
-        position, block = np.concatenate(positions), np.concatenate(blocks)
-        assert (block >= 0).all(), "a row has no KV block"
+        position, owner = np.concatenate(positions), np.concatenate(row_slots)
+        index, offset = np.divmod(position, self.block_size)
+        blocks = self.block_table[:, owner, index].astype(np.int64)  # [G, T]
+        assert (blocks >= 0).all(), "a row has no KV block"
+        slot_mapping = blocks * self.block_size + offset
         return StepRows(
             input_ids=np.concatenate(ids),
             positions=position,
-            slot_mapping=block * self.block_size + position % self.block_size,
-            segments=tuple(segments),
+            row_slots=owner,
+            groups=tuple(
+                GroupRows(
+                    slot_mapping=slot_mapping[group],
+                    segments=tuple(self._segment(group, *at) for at in zip(running, starts, strict=True)),
+                    decode_tables=self.block_table[group, slots, :width],
+                )
+                for group in range(len(self.groups))
+            ),
             decode_slots=slots,
             decode_lengths=lengths,
-            decode_tables=np.where(tables == FREE, tables[:, :1], tables).astype(np.int64),
             sample_rows=np.concatenate(sample_rows),
             sample_slots=np.concatenate(sample_slots),
         )
@@ -185,9 +216,9 @@ class WorkerBatch:
         self.finished |= ~healthy
         return flags
 
-    def blocks_of(self, slot: int) -> np.ndarray:
-        """Return the blocks granted to `slot`, [n] i64."""
-        row = self.block_table[slot]
+    def blocks_of(self, slot: int, group: int = 0) -> np.ndarray:
+        """Return the blocks of `group` that `slot` held in the step that ran last, [n] i64."""
+        row = self.block_table[group, slot, self.first_block[group, slot] :]
         held: np.ndarray = row[row != FREE]
         return held.astype(np.int64)
 
@@ -201,22 +232,34 @@ class WorkerBatch:
         free = self.sequence_ids == FREE
         assert not self.decoding[free].any(), "a free slot decodes"
         assert not self.finished[free].any(), "a free slot has finished"
-        assert (self.block_table[free] == FREE).all(), "a free slot holds blocks"
+        assert (self.block_table[:, free] == FREE).all(), "a free slot holds blocks"
         assert (self.num_computed_tokens <= self.num_tokens).all(), "more tokens in KV than known"
         ids = self.sequence_ids[~free]
         assert np.unique(ids).size == ids.size, "a sequence is in two slots"
-        held = self.block_table[self.block_table != FREE]
-        assert np.unique(held).size == held.size, "a block belongs to two sequences"
-        granted = (self.block_table != FREE).sum(1)
-        assert (granted * self.block_size >= self.num_computed_tokens).all(), "tokens in KV without a block"
+        places = np.arange(self.max_blocks)
+        for group, (_, window) in enumerate(self.groups):
+            first = self.first_block[group]
+            held = (self.block_table[group] != FREE) & (places >= first[:, None])
+            # Of a sequence that ended here unknown to the scheduler, blocks behind its window may have been freed.
+            owners = held & ~self.finished[:, None] if window else held
+            ids = self.block_table[group][owners]
+            assert np.unique(ids).size == ids.size, "a block belongs to two sequences"
+            enough = (first + held.sum(1)) * self.block_size >= self.num_computed_tokens
+            assert enough[~free].all(), "tokens in KV without a block"
 
-    def _blocks_at(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        blocks: np.ndarray = self.block_table[slots, positions // self.block_size]
-        return blocks.astype(np.int64)
+    def _segment(self, group: int, chunk: Chunk, row_start: int) -> Segment:
+        stop = chunk.start + chunk.num_tokens
+        return Segment(
+            slot=chunk.slot,
+            row_start=row_start,
+            num_rows=chunk.num_tokens,
+            num_computed_tokens=chunk.start,
+            block_table=self.block_table[group, chunk.slot, : -(-stop // self.block_size)],
+        )
 
     def _release(self, slots: np.ndarray) -> None:
         self.sequence_ids[slots] = FREE
-        self.block_table[slots] = FREE
+        self.block_table[:, slots] = FREE
         self.decoding[slots] = False
         self.finished[slots] = False
         self.num_tokens[slots] = 0

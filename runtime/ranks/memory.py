@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 
 from ...models.config import ModelConfig
-from ...models.footprint import cache_groups, model_footprint
+from ...models.footprint import kv_groups, model_footprint
 from ...native.bandwidth import Bandwidth, measure_read_bandwidth
 from ...quant import NumberFormat
 from ...topologies import byte_budget, parse_topology
 from ..config import EngineConfig
+from ..kv_layout import step_limits
 from ..resolve import kv_blocks
 
 _GPU_BUFFER_BYTES = 1 << 30
@@ -22,25 +23,23 @@ _GPU_PASSES = 5
 
 def blocks_that_fit(config: EngineConfig, model: ModelConfig, number_format: NumberFormat, device: torch.device) -> int:
     """Return how many KV blocks this rank can hold beside the weights that it has loaded."""
-    cache, schedule = config.cache, config.schedule
-    length = config.model.max_model_len or model.max_position_embeddings
-    block_bytes = sum(group.bytes_per_block(cache.block_size) for group in cache_groups(model, dtype=number_format))
-    useful = schedule.max_num_seqs * -(-length // cache.block_size)
+    groups = kv_groups(model, dtype=number_format)
+    limits = step_limits(config, otherwise=model.max_position_embeddings)
     if device.type == "cpu":  # `resolve` looked at the host, which all ranks share, and wrote the number down
-        return kv_blocks(cache, block_bytes=block_bytes, free_bytes=0, useful_blocks=useful)
+        return kv_blocks(config.cache, groups, limits, free_bytes=0)
     free, total = torch.cuda.mem_get_info(device)
     buffers = byte_budget(
         model_footprint(model, name=config.model.model, dtype=number_format),
         parse_topology(config.parallel.topology),
         rank_memory_bytes=total,
-        max_num_batched_tokens=schedule.max_num_batched_tokens,
-        max_model_len=length,
-        block_size=cache.block_size,
-        max_num_seqs=schedule.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+        block_size=limits.block_size,
+        max_num_seqs=limits.max_num_seqs,
         kv_bytes=0,
     ).of_kind("buffers")
-    left = int(total * cache.gpu_memory_utilization) - (total - free) - buffers
-    return kv_blocks(cache, block_bytes=block_bytes, free_bytes=left, useful_blocks=useful)
+    left = int(total * config.cache.gpu_memory_utilization) - (total - free) - buffers
+    return kv_blocks(config.cache, groups, limits, free_bytes=left)
 
 
 def read_bandwidth(device: torch.device, num_ranks: int) -> Bandwidth:

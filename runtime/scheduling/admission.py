@@ -1,7 +1,7 @@
 """Who may come in: what is refused at the door, the queue of those who wait, and which rank takes the next one.
 
 Not planning of a running batch (runtime/scheduler.py). A refusal is one line with the numbers and the fix.
-Units: tokens, blocks; arrays are [W], one entry a rank.
+Units: tokens, blocks; arrays are [W], one entry a rank, if not said otherwise.
 """
 
 from __future__ import annotations
@@ -47,15 +47,24 @@ def check_fits(request: Request, config: SchedulerConfig) -> int:
     most = min(config.max_model_len, config.capacity_tokens + 1)
     length = most if asked is None else prompt + asked
     if length > most or length <= prompt:
-        need = config.blocks_for(max(length - 1, prompt))
         room = most - prompt
         fix = f"lower max_tokens to at most {room}" if room > 0 else f"shorten the prompt to at most {most - 1} tokens"
         raise AdmissionError(
-            f"prompt of {prompt} tokens and max_tokens={asked} need {need} KV blocks of {config.block_size} tokens, "
-            f"but a rank has {config.num_blocks} ({config.capacity_tokens} tokens, none reserved); {fix}, or give the "
-            f"server more KV memory"
+            f"prompt of {prompt} tokens and max_tokens={asked} need {_shortage(max(length - 1, prompt), config)}; "
+            f"{fix}, or give the server more KV memory"
         )
     return length
+
+
+def _shortage(num_tokens: int, config: SchedulerConfig) -> str:
+    """Say what `num_tokens` tokens in KV need of the cache group that holds the fewest, and what there is."""
+    group = min(config.groups, key=config.group_capacity)
+    need = config.group_needs(num_tokens)[config.groups.index(group)]
+    where = f" for each {group.kind} of {group.window} tokens" if group.is_windowed else ""
+    return (
+        f"{need} KV blocks of {config.block_size} tokens{where}, but a rank has {group.num_blocks} "
+        f"({group.num_blocks * config.block_size} tokens, none reserved)"
+    )
 
 
 class WaitingQueue:
@@ -97,13 +106,15 @@ class WaitingQueue:
 class RankLoads:
     """What each rank could still take in this step; `choose` reads it, `take` books an admission.
 
+    G cache groups; blocks of a sequence are those that it holds between steps (a windowed group keeps few of them).
+
     Attributes:
         free_slots: slots without a sequence; 0 for a rank that must not admit in this step.
-        spare_blocks: free blocks, less what running prompts will still need and what decodes need in this step.
+        spare_blocks: [G, W] free blocks, less what running prompts will still need and what decodes need in this step.
         num_sequences: sequences that run.
-        worst_blocks: blocks that they hold if all run to their full length.
+        worst_blocks: [G, W] blocks that they hold if all run to their full length.
         token_work: tokens that they still have to run.
-        num_blocks: blocks of a rank.
+        num_blocks: [G] blocks of a rank.
     """
 
     free_slots: np.ndarray
@@ -111,23 +122,24 @@ class RankLoads:
     num_sequences: np.ndarray
     worst_blocks: np.ndarray
     token_work: np.ndarray
-    num_blocks: int
+    num_blocks: np.ndarray
 
-    def choose(self, *, prompt_blocks: int, worst_blocks: int) -> int:
+    def choose(self, *, prompt_blocks: np.ndarray, worst_blocks: np.ndarray) -> int:
         """Return the rank with the least token work that has room (ties: the lowest), or -1.
 
-        A rank has room if all its sequences could run to their full length, or else if, after the prompt, a spare block
-        for each sequence is left: so an admission is not answered with a preemption a few steps later.
+        A rank has room if in every group ([G] blocks of the new one) all its sequences could run to their full length,
+        or else if, after the prompt, a spare block for each sequence is left: so an admission is not answered with a
+        preemption a few steps later.
         """
-        never_short = self.worst_blocks + worst_blocks <= self.num_blocks
-        headroom = self.spare_blocks - prompt_blocks > self.num_sequences
-        ranks = np.flatnonzero((self.free_slots > 0) & (never_short | headroom))
+        never_short = self.worst_blocks + worst_blocks[:, None] <= self.num_blocks[:, None]
+        headroom = self.spare_blocks - prompt_blocks[:, None] > self.num_sequences
+        ranks = np.flatnonzero((self.free_slots > 0) & (never_short | headroom).all(0))
         return int(ranks[np.argmin(self.token_work[ranks])]) if ranks.size else -1
 
-    def take(self, rank: int, *, prompt_blocks: int, worst_blocks: int, token_work: int) -> None:
+    def take(self, rank: int, *, prompt_blocks: np.ndarray, worst_blocks: np.ndarray, token_work: int) -> None:
         """Book one sequence on `rank`."""
         self.free_slots[rank] -= 1
-        self.spare_blocks[rank] -= prompt_blocks
+        self.spare_blocks[:, rank] -= prompt_blocks
         self.num_sequences[rank] += 1
-        self.worst_blocks[rank] += worst_blocks
+        self.worst_blocks[:, rank] += worst_blocks
         self.token_work[rank] += token_work

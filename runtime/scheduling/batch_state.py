@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...kvcache.block_pool import BlockPool
+from ...kvcache.groups import first_visible_rows
 from .limits import SchedulerConfig
 from .request import Request, RequestState
 
@@ -25,26 +26,31 @@ class BatchState:
         computed: i32, tokens in KV after the last planned step.
         known: i32, tokens it was admitted with; it samples first when all of them are in KV.
         limit: i32, tokens in KV when its last token is sampled (`max_length - 1`).
-        held: i32, blocks that it holds in each group: always ceil(computed / block_size).
-        tables: [G, W, S, B] i32, block ids; only the first `held` of a row mean anything.
-        free_blocks: [W] i64, free blocks of a rank (the same in every group).
+        granted: i32, blocks that it was given in each group so far: always ceil(computed / block_size).
+        first: [G, W, S] i32, how many of them are behind what its rows can see, and were freed.
+        tables: [G, W, S, B] i32, block ids; of a row only [first, granted) mean anything.
+        free_blocks: [G, W] i64, free blocks of a rank.
+        num_blocks: [G] i64, blocks of a rank.
         pools: `pools[rank][group]`.
         requests: `requests[rank][slot]`, None where free.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        ranks, slots, groups = config.num_ranks, config.max_num_seqs, config.num_groups
+        ranks, slots, groups = config.num_ranks, config.max_num_seqs, len(config.groups)
         self.config = config
         self.phase = np.zeros((ranks, slots), np.int8)
         self.sequence_id = np.full((ranks, slots), -1, np.int64)
         self.computed = np.zeros((ranks, slots), np.int32)
         self.known = np.zeros((ranks, slots), np.int32)
         self.limit = np.zeros((ranks, slots), np.int32)
-        self.held = np.zeros((ranks, slots), np.int32)
+        self.granted = np.zeros((ranks, slots), np.int32)
+        self.first = np.zeros((groups, ranks, slots), np.int32)
         # Zeros, not -1: pages of it that are never used are never touched.
         self.tables = np.zeros((groups, ranks, slots, config.max_blocks_per_sequence), np.int32)
-        self.free_blocks = np.full(ranks, config.num_blocks, np.int64)
-        self.pools = [[BlockPool(config.num_blocks) for _ in range(groups)] for _ in range(ranks)]
+        self.num_blocks = np.array([group.num_blocks for group in config.groups])
+        self.free_blocks = np.repeat(self.num_blocks[:, None], ranks, 1)
+        self.pools = [[BlockPool(group.num_blocks) for group in config.groups] for _ in range(ranks)]
+        self._windowed = [(g, group.kind, group.window) for g, group in enumerate(config.groups) if group.is_windowed]
         self.requests: list[list[Request | None]] = [[None] * slots for _ in range(ranks)]
 
     def free_slot(self, rank: int) -> int:
@@ -68,18 +74,43 @@ class BatchState:
         """Take `request` out of its slot and free its blocks."""
         rank, slot = request.rank, request.slot
         assert self.requests[rank][slot] is request, f"{request.request_id} is not in slot {slot} of rank {rank}"
-        held = int(self.held[rank, slot])
+        granted = int(self.granted[rank, slot])
         for group, pool in enumerate(self.pools[rank]):
-            pool.free(self.tables[group, rank, slot, :held])
-        self.free_blocks[rank] += held
+            first = int(self.first[group, rank, slot])
+            pool.free(self.tables[group, rank, slot, first:granted])
+            self.free_blocks[group, rank] += granted - first
         self.phase[rank, slot] = FREE
         self.sequence_id[rank, slot] = -1
-        self.computed[rank, slot] = self.known[rank, slot] = self.limit[rank, slot] = self.held[rank, slot] = 0
+        self.computed[rank, slot] = self.known[rank, slot] = self.limit[rank, slot] = self.granted[rank, slot] = 0
+        self.first[:, rank, slot] = 0
         self.requests[rank][slot] = None
+
+    def free_passed(self) -> None:
+        """Free the blocks that no row sees any more: those before what the next row of their sequence sees.
+
+        The last row that saw them is planned, and workers run steps in order: whoever gets such a block in the step
+        that is planned now writes it after that.
+        """
+        for group, kind, window in self._windowed:
+            visible = first_visible_rows(kind, window, self.computed) // self.config.block_size  # 0 in a free slot
+            held_from = self.first[group]
+            ranks, slots = np.nonzero(visible > held_from)
+            if not ranks.size:
+                continue
+            start = held_from[ranks, slots]
+            counts = visible[ranks, slots] - start
+            held_from[ranks, slots] += counts
+            owners, slots = np.repeat(ranks, counts), np.repeat(slots, counts)  # [n], an entry a block, ranks ascending
+            ids = self.tables[group, owners, slots, np.repeat(start, counts) + _counting(counts)]
+            freed = np.bincount(owners, minlength=self.config.num_ranks)
+            ends = np.cumsum(freed)
+            for rank in np.flatnonzero(freed).tolist():
+                self.pools[rank][group].free(ids[ends[rank] - freed[rank] : ends[rank]])
+            self.free_blocks[group] += freed
 
     def growing(self, decoding: np.ndarray) -> np.ndarray:
         """Return which of `decoding` [W, S] bool need one more block to run one more token."""
-        growing: np.ndarray = decoding & (self.computed == self.held * self.config.block_size)
+        growing: np.ndarray = decoding & (self.computed == self.granted * self.config.block_size)
         return growing
 
     def grant(self, ranks: np.ndarray, slots: np.ndarray, indices: np.ndarray) -> list[bytes]:
@@ -91,7 +122,7 @@ class BatchState:
         Returns:
             For each rank, `RankPlan.grants`: i32 rows (group, slot, index, block).
         """
-        num_ranks, num_groups = self.config.num_ranks, self.config.num_groups
+        num_ranks, num_groups = self.config.num_ranks, len(self.config.groups)
         counts = np.bincount(ranks, minlength=num_ranks)
         takers = [(rank, count) for rank, count in enumerate(counts.tolist()) if count]
         if not takers:
@@ -104,21 +135,22 @@ class BatchState:
             self.tables[group, ranks, slots, indices] = ids
             rows[:, group, 0] = group
             rows[:, group, 3] = ids
-        np.add.at(self.held, (ranks, slots), 1)
+        np.add.at(self.granted, (ranks, slots), 1)
         self.free_blocks -= counts
         return split_rows(rows.tobytes(), counts, row_bytes=16 * num_groups)
 
     def table_rows(self, rank: int) -> bytes:
         """Return all that `rank` holds in the form of `RankPlan.grants`."""
-        slots = np.flatnonzero(self.held[rank])
-        held = self.held[rank, slots]
-        slots = np.repeat(slots, held)  # [n]
-        indices = np.arange(len(slots)) - np.repeat(np.cumsum(held) - held, held)  # [n], 0..held-1 for each slot
-        rows = np.empty((len(slots), self.config.num_groups, 4), "<i4")
-        for group in range(self.config.num_groups):
-            rows[:, group, 0], rows[:, group, 1], rows[:, group, 2] = group, slots, indices
-            rows[:, group, 3] = self.tables[group, rank, slots, indices]
-        return rows.tobytes()
+        parts = []
+        for group in range(len(self.config.groups)):
+            first = self.first[group, rank]
+            slots = np.flatnonzero(self.granted[rank] > first)
+            held = (self.granted[rank] - first)[slots]
+            owners = np.repeat(slots, held)  # [n]
+            indices = np.repeat(first[slots], held) + _counting(held)
+            ids = self.tables[group, rank, owners, indices]
+            parts.append(np.stack([np.full_like(owners, group), owners, indices, ids], axis=1))
+        return np.concatenate(parts).astype("<i4").tobytes()
 
     def request_at(self, rank: int, slot: int) -> Request:
         """Return the request in a taken slot."""
@@ -134,35 +166,40 @@ class BatchState:
         """Say what is left in a batch that should be empty; None when the books balance. Cheap, and no assertion."""
         if self.phase.any() or any(request is not None for requests in self.requests for request in requests):
             return f"{int(np.count_nonzero(self.phase))} slots are taken"
-        if self.held.any() or self.computed.any():
+        if self.granted.any() or self.first.any() or self.computed.any():
             return "a free slot holds blocks"
         for rank, pools in enumerate(self.pools):
             if not all(pool.is_whole() for pool in pools):
                 used = [pool.num_used for pool in pools]
-                return f"KV blocks in use on rank {rank}, by cache group: {used} of {self.config.num_blocks}"
-        if (self.free_blocks != self.config.num_blocks).any():
-            return f"free blocks are counted as {self.free_blocks.tolist()} of {self.config.num_blocks}"
+                return f"KV blocks in use on rank {rank}, by cache group: {used} of {self.num_blocks.tolist()}"
+        if (self.free_blocks != self.num_blocks[:, None]).any():
+            return f"free blocks are counted as {self.free_blocks.tolist()} of {self.num_blocks.tolist()}"
         return None
 
     def check_invariants(self) -> None:
         """Raise AssertionError when arrays, pools and requests contradict each other."""
         taken = self.phase != FREE
         assert ((self.sequence_id >= 0) == taken).all(), "a free slot has a sequence, or a taken one has none"
-        assert (self.held == -(-self.computed // self.config.block_size)).all(), (
-            "a sequence holds too many or too few blocks"
+        assert (self.granted == -(-self.computed // self.config.block_size)).all(), (
+            "a sequence was given too many or too few blocks"
         )
+        for g, group in enumerate(self.config.groups):
+            visible = first_visible_rows(group.kind, group.window, self.computed) // self.config.block_size
+            assert (self.first[g] <= visible).all(), "a block was freed that a row will see"
+            assert (self.first[g] <= self.granted).all(), "a block was freed that was never given"
         assert not self.computed[~taken].any(), "a free slot has tokens in KV"
         assert (self.computed[taken] <= self.limit[taken]).all(), "a sequence was planned beyond its limit"
         assert ((self.computed < self.known) == (self.phase == PREFILL))[taken].all(), "a phase is wrong"
         ids = self.sequence_id[taken]
         assert np.unique(ids).size == ids.size, "a sequence is in two slots"
         for rank, pools in enumerate(self.pools):
-            for group, pool in enumerate(pools):
+            for g, pool in enumerate(pools):
                 pool.check_invariants()
-                rows = np.arange(self.tables.shape[3]) < self.held[rank][:, None]
-                held = np.sort(self.tables[group, rank][rows])
+                places = np.arange(self.tables.shape[3])
+                rows = (places >= self.first[g, rank][:, None]) & (places < self.granted[rank][:, None])
+                held = np.sort(self.tables[g, rank][rows])
                 assert np.array_equal(held, pool.used_ids()), f"tables of rank {rank} and its pool disagree"
-                assert pool.num_free == self.free_blocks[rank], f"free blocks of rank {rank} are miscounted"
+                assert pool.num_free == self.free_blocks[g, rank], f"free blocks of rank {rank} are miscounted"
             for slot, request in enumerate(self.requests[rank]):
                 assert (request is not None) == bool(taken[rank, slot]), f"slot {slot} of rank {rank}"
                 if request is not None:
@@ -174,3 +211,10 @@ def split_rows(data: bytes, counts: np.ndarray, *, row_bytes: int) -> list[bytes
     """Cut `data`, `counts[i]` rows for part i, into its parts."""
     ends = (np.cumsum(counts) * row_bytes).tolist()
     return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _counting(counts: np.ndarray) -> np.ndarray:
+    """Return 0, 1, .. counts[i] - 1 for each i, one after another."""
+    ends = np.cumsum(counts)
+    counting: np.ndarray = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+    return counting

@@ -8,7 +8,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...topologies.kv_sizes import WINDOWED, sequence_blocks, tokens_held
+
 POLICIES = ("fcfs", "priority")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupLimits:
+    """One cache group.
+
+    Attributes:
+        num_blocks: KV blocks of each rank in it.
+        kind, window: what a row sees of its sequence, as in `kvcache.CacheGroup`; blocks that no later row sees are
+            freed.
+    """
+
+    num_blocks: int
+    kind: str = "full"
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_blocks < 1:
+            raise ValueError(f"num_blocks={self.num_blocks} is not allowed; use an integer of at least 1")
+        if self.is_windowed != (self.window > 0):
+            raise ValueError(f"a cache group of kind {self.kind!r} cannot have window={self.window}")
+
+    @property
+    def is_windowed(self) -> bool:
+        """True where a sequence does not keep all its blocks."""
+        return self.kind in WINDOWED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +45,7 @@ class SchedulerConfig:
 
     Attributes:
         num_ranks: attention ranks of the group; each owns its requests and its blocks.
-        num_blocks: KV blocks of each rank in each cache group.
+        groups: cache groups of the model; a token takes room in each of them.
         block_size: tokens a block.
         max_model_len: longest sequence, prompt and output.
         max_num_seqs: sequences that run at once on a rank: the slots of its batch.
@@ -26,12 +54,11 @@ class SchedulerConfig:
         exchange: name of the exchange that every step uses.
         max_queued_requests: waiting requests of the whole group, beside one a slot; more are refused.
         eos_token_ids: tokens that end a sequence, unless it ignores them.
-        num_groups: cache groups, all of kind `full`.
         max_chunk_tokens: most prompt tokens of one sequence in one step; None sets no limit but the step's.
     """
 
     num_ranks: int
-    num_blocks: int
+    groups: tuple[GroupLimits, ...]
     block_size: int
     max_model_len: int
     max_num_seqs: int
@@ -40,14 +67,14 @@ class SchedulerConfig:
     exchange: str = "local"
     max_queued_requests: int = 4096
     eos_token_ids: tuple[int, ...] = ()
-    num_groups: int = 1
     max_chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        at_least_one = ("num_ranks", "num_blocks", "block_size", "max_num_seqs", "max_queued_requests", "num_groups")
-        for name in (*at_least_one, "max_num_batched_tokens"):
+        for name in ("num_ranks", "block_size", "max_num_seqs", "max_queued_requests", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not allowed; use an integer of at least 1")
+        if not self.groups:
+            raise ValueError("groups=() is not allowed; a model has at least one cache group")
         if self.max_model_len < 2:
             raise ValueError(f"max_model_len={self.max_model_len} is not allowed; use at least 2 (prompt and output)")
         if self.policy not in POLICIES:
@@ -67,14 +94,30 @@ class SchedulerConfig:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that one rank's blocks hold."""
-        return self.num_blocks * self.block_size
+        """Tokens in KV that a sequence can reach when it has a rank for itself."""
+        return min(self.group_capacity(group) for group in self.groups)
+
+    def group_capacity(self, group: GroupLimits) -> int:
+        """Return the tokens in KV that a sequence can reach as far as `group` is concerned."""
+        if not group.is_windowed:
+            return group.num_blocks * self.block_size
+        # The last token of a sequence needs no KV.
+        at_most = self.max_model_len - 1
+        return tokens_held(group.kind, group.window, group.num_blocks, block_size=self.block_size, at_most=at_most)
 
     @property
     def max_blocks_per_sequence(self) -> int:
-        """Blocks of the longest sequence that can be admitted (its last token needs no KV)."""
-        return min(self.num_blocks, self.blocks_for(self.max_model_len - 1))
+        """Length of the block table of the longest sequence that can be admitted."""
+        return self.blocks_for(min(self.capacity_tokens, self.max_model_len - 1))
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks `num_tokens` tokens in KV take."""
+        """Return how many blocks `num_tokens` tokens take."""
         return -(-num_tokens // self.block_size)
+
+    def group_needs(self, num_tokens: int) -> tuple[int, ...]:
+        """Return the most blocks that a sequence of `num_tokens` tokens holds between steps, for each group."""
+        return tuple(sequence_blocks(g.kind, g.window, num_tokens, self.block_size) for g in self.groups)
+
+    def most_held(self, group: GroupLimits) -> int:
+        """Return the most blocks of `group` that any sequence holds between steps."""
+        return sequence_blocks(group.kind, group.window, self.max_model_len, self.block_size)

@@ -46,18 +46,24 @@ def token_work(request: Request) -> int:
 def rank_loads(batch: BatchState, *, growing: np.ndarray, blocked: np.ndarray) -> RankLoads:
     """Measure every rank before admission; ranks in `blocked` [W] bool get no free slot. `growing` as in StepDraft."""
     config, taken = batch.config, batch.phase != FREE
-    owed = np.where(batch.phase == PREFILL, -(-batch.known // config.block_size) - batch.held, 0)
+    prompt = np.where(batch.phase == PREFILL, -(-batch.known // config.block_size), 0)
+    whole = np.where(taken, -(-batch.limit // config.block_size), 0)
+    spare, worst = batch.free_blocks - growing.sum(1), np.empty_like(batch.free_blocks)
+    for g, group in enumerate(config.groups):
+        most, held = config.most_held(group), batch.granted - batch.first[g]
+        spare[g] -= np.where(prompt > 0, np.minimum(prompt, most) - held, 0).sum(1)
+        worst[g] = np.minimum(whole, most).sum(1)
     prompt_left = batch.known - np.minimum(batch.computed, batch.known)
     output_left = batch.limit + 1 - np.maximum(batch.computed, batch.known)
     work = np.where(taken, prompt_left + np.minimum(output_left, EXPECTED_OUTPUT_TOKENS), 0)
     num_sequences = taken.sum(1)
     return RankLoads(
         free_slots=np.where(blocked, 0, config.max_num_seqs - num_sequences),
-        spare_blocks=batch.free_blocks - growing.sum(1) - owed.sum(1),
+        spare_blocks=spare,
         num_sequences=num_sequences,
-        worst_blocks=np.where(taken, -(-batch.limit // config.block_size), 0).sum(1),
+        worst_blocks=worst,
         token_work=work.sum(1),
-        num_blocks=config.num_blocks,
+        num_blocks=batch.num_blocks,
     )
 
 
@@ -74,15 +80,15 @@ def draft_chunks(batch: BatchState, *, decoding: np.ndarray, growing: np.ndarray
         if config.max_chunk_tokens is not None:
             needs = [min(need, config.max_chunk_tokens) for need in needs]
         shares = share_tokens(needs, config.max_num_batched_tokens - int(decoding[rank].sum()))
-        spare_blocks = int(batch.free_blocks[rank] - growing[rank].sum())
+        spare_blocks = int(batch.free_blocks[:, rank].min() - growing[rank].sum())  # a token takes room in every group
         for slot, share in zip(slots, shares, strict=True):
-            start, held = int(batch.computed[rank, slot]), int(batch.held[rank, slot])
+            start, granted = int(batch.computed[rank, slot]), int(batch.granted[rank, slot])
             # Decodes may have grown into blocks that this prompt was counted for: it takes what is left and goes on
             # when they end or are preempted.
-            size = min(share, (held + spare_blocks) * config.block_size - start)
+            size = min(share, (granted + spare_blocks) * config.block_size - start)
             if size <= 0:
                 continue
-            spare_blocks -= config.blocks_for(start + size) - held
+            spare_blocks -= config.blocks_for(start + size) - granted
             samples = start + size == int(batch.known[rank, slot])
             chunks[rank].append(Chunk(slot=slot, start=start, num_tokens=size, samples=samples))
         chunks[rank].sort(key=lambda chunk: chunk.slot)
@@ -92,7 +98,7 @@ def draft_chunks(batch: BatchState, *, decoding: np.ndarray, growing: np.ndarray
 def commit(batch: BatchState, draft: StepDraft) -> list[bytes]:
     """Book the step in `batch`; return each rank's grants (see `BatchState.grant`)."""
     ranks, slots = np.nonzero(draft.growing)
-    places = [np.stack([ranks, slots, batch.held[ranks, slots]])]  # [3, n] each
+    places = [np.stack([ranks, slots, batch.granted[ranks, slots]])]  # [3, n] each
     np.add(batch.computed, draft.decoding, out=batch.computed, casting="unsafe")
     for rank, chunks in enumerate(draft.chunks):
         for chunk in chunks:
@@ -100,7 +106,7 @@ def commit(batch: BatchState, draft: StepDraft) -> list[bytes]:
             batch.computed[rank, chunk.slot] = end
             if chunk.samples:
                 batch.phase[rank, chunk.slot] = DECODE
-            indices = np.arange(int(batch.held[rank, chunk.slot]), batch.config.blocks_for(end))
+            indices = np.arange(int(batch.granted[rank, chunk.slot]), batch.config.blocks_for(end))
             places.append(np.stack([np.full_like(indices, rank), np.full_like(indices, chunk.slot), indices]))
     if len(places) == 1:
         return batch.grant(*places[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moewe.runtime.scheduler import SchedulerConfig
+from moewe.runtime.scheduler import GroupLimits, SchedulerConfig
 from tests.support.comparison import compare_with_reference
 from tests.support.fixtures import checkpoint, random_prompt, reference_greedy
 from tests.support.harness import Group, greedy
@@ -48,7 +48,12 @@ def test_the_long_prompt_is_answered_right():
 @pytest.mark.slow
 def test_thirty_thousand_tokens_stop_nobody():
     config = SchedulerConfig(
-        num_ranks=1, num_blocks=2200, block_size=16, max_model_len=32768, max_num_seqs=16, max_num_batched_tokens=CHUNK
+        num_ranks=1,
+        groups=(GroupLimits(num_blocks=2200),),
+        block_size=16,
+        max_model_len=32768,
+        max_num_seqs=16,
+        max_num_batched_tokens=CHUNK,
     )
     engine = NullEngine(config)
     long = make_request("long", 30_000, 4)

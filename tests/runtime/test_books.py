@@ -11,7 +11,7 @@ from moewe.kvcache.block_pool import BlockPool
 from moewe.runtime.engine import BooksError
 from moewe.runtime.engine_main import STRICT_VARIABLE
 from moewe.runtime.params import SamplingParams
-from moewe.runtime.scheduler import Scheduler, SchedulerConfig
+from moewe.runtime.scheduler import GroupLimits, Scheduler, SchedulerConfig
 from tests.runtime.test_engine import make_engine, run, submit
 from tests.runtime.test_generation import FIXTURE, start
 from tests.support.fixtures import checkpoint, random_prompt, reference_greedy
@@ -22,7 +22,7 @@ LEAKS = {
     "leaked blocks": lambda batch: batch.pools[1][0].allocate(3),
     "miscounted": lambda batch: batch.free_blocks.__isub__(2),
     "free twice": lambda batch: batch.pools[0][0]._stack.__setitem__(3, 4),
-    "held by nobody": lambda batch: batch.held.__setitem__((0, 2), 1),
+    "held by nobody": lambda batch: batch.granted.__setitem__((0, 2), 1),
 }
 
 
@@ -130,8 +130,9 @@ def test_a_running_engine_mends_itself_or_fails_when_told_to(strict, monkeypatch
 
 def test_books_balance_after_two_hundred_random_requests():  # P-KV-08
     config = SchedulerConfig(
-        num_ranks=2, num_blocks=40, block_size=16, max_model_len=400, max_num_seqs=8, max_num_batched_tokens=64
-    )
+        num_ranks=2, groups=(GroupLimits(num_blocks=40), GroupLimits(num_blocks=24, kind="window", window=40)),
+        block_size=16, max_model_len=400, max_num_seqs=8, max_num_batched_tokens=64,
+    )  # fmt: skip
     engine, rng = NullEngine(config), np.random.default_rng(8)
     requests, gone = [], set()
     for i in range(200):

@@ -12,12 +12,12 @@ from moewe.runtime.params import SamplingParams
 from moewe.runtime.plan import FINISH_ERROR, RankPlan, RankResult, StepResult, TokenLogprobs, pack
 from moewe.runtime.ranks.batch import WorkerBatch
 from moewe.runtime.scheduler import Scheduler
-from moewe.runtime.scheduling.limits import SchedulerConfig
+from moewe.runtime.scheduling.limits import GroupLimits, SchedulerConfig
 from tests.support.fake_worker import VOCAB_SIZE
 
 LIMITS = SchedulerConfig(
-    num_ranks=2, num_blocks=64, block_size=4, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=16,
-    eos_token_ids=(500,),
+    num_ranks=2, groups=(GroupLimits(num_blocks=64),), block_size=4, max_model_len=128, max_num_seqs=4,
+    max_num_batched_tokens=16, eos_token_ids=(500,),
 )  # fmt: skip
 
 

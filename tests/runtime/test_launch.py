@@ -20,10 +20,12 @@ from moewe.runtime.processes.group import Group, GroupParts
 from moewe.runtime.processes.launch import EngineStart, RunDirectory
 from moewe.runtime.processes.supervision import Limits, process_state
 from moewe.runtime.processes.workers import PEERS_LOST, RankLost, blame
+from moewe.topologies import KVGroup
 from tests.support import fake_worker
 from tests.support.fake_worker import Trouble
 
 ROOT = Path(__file__).parents[2]
+KV_GROUPS = (KVGroup(name="full", kind="full", bytes_per_token=1),)
 
 
 def engine_start(topology="EP2DP1", ranks="processes", **schedule):
@@ -33,7 +35,7 @@ def engine_start(topology="EP2DP1", ranks="processes", **schedule):
         cache=CacheOptions(num_blocks=32),
         schedule=ScheduleOptions(**schedule),
     )
-    return EngineStart(config=config, replica=0, num_layers=2, eos_token_ids=())
+    return EngineStart(config=config, replica=0, num_layers=2, eos_token_ids=(), kv_groups=KV_GROUPS)
 
 
 def fake_parts(trouble=None, made=None):

@@ -24,7 +24,7 @@ from moewe.runtime.processes.launch import ThreadMember
 from moewe.runtime.replica import Replica, Silence
 from moewe.runtime.replicas import ReplicaLost, ReplicaSet
 from moewe.runtime.resolve import Resolved
-from moewe.topologies import ModelFootprint, parse_topology
+from moewe.topologies import KVGroup, ModelFootprint, parse_topology
 from tests.support import fake_worker
 from tests.support.fake_worker import Trouble
 from tests.support.polling import finish
@@ -42,10 +42,11 @@ def fake_resolved(topology, **schedule):
         head_dim=8, attention_scale=1.0, dense_width=8, rotary=RotaryConfig(theta=1e4, rotary_dim=8), norm_eps=1e-6,
         max_position_embeddings=400, dtype="float32",
     )  # fmt: skip
-    numbers = {name: 0 for name in ModelFootprint.__dataclass_fields__ if name != "name"}
+    numbers = {name: 0 for name in ModelFootprint.__dataclass_fields__ if name not in ("name", "kv_groups")}
+    kv_groups = (KVGroup(name="full", kind="full", bytes_per_token=1),)
     return Resolved(
         config=config, topology=parse_topology(topology), model=model, budget=None, fixed_max_model_len=True, cpus=(),
-        footprint=ModelFootprint(name="fake", **numbers),
+        footprint=ModelFootprint(name="fake", kv_groups=kv_groups, **numbers),
     )  # fmt: skip
 
 

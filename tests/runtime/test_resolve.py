@@ -15,6 +15,7 @@ from moewe.runtime.prompts import model_tokenizer
 from moewe.runtime.ranges import DTYPES
 from moewe.runtime.resolve import check_checkpoint, kv_blocks, rank_cpus, resolve
 from moewe.runtime.start_up import check_blocks, stall_limits
+from moewe.topologies import KVGroup, StepLimits
 from tests.support.chain import FIRST_ID, chain
 from tests.support.fixtures import checkpoint, copy_checkpoint, drop_tensors
 
@@ -165,17 +166,19 @@ def test_cores_of_a_node_go_to_neighbouring_ranks(host):
 
 
 def test_kv_blocks_order_of_precedence():
-    sizes = {"block_bytes": 10, "free_bytes": 100, "useful_blocks": 6}
-    assert kv_blocks(CacheOptions(num_blocks=3, kv_cache_memory_bytes=1000), **sizes) == 3
-    assert kv_blocks(CacheOptions(kv_cache_memory_bytes=1000), **sizes) == 100
-    assert kv_blocks(CacheOptions(), **sizes) == 6
-    assert kv_blocks(CacheOptions(), **sizes | {"useful_blocks": 99}) == 10
-    assert kv_blocks(CacheOptions(), **sizes | {"free_bytes": -1}) == 0
+    groups = (KVGroup(name="full", kind="full", bytes_per_token=2),)  # blocks of 10 bytes
+    few, many = (StepLimits(max_num_batched_tokens=8, max_model_len=10, max_num_seqs=n, block_size=5) for n in (3, 50))
+    assert kv_blocks(CacheOptions(num_blocks=3, kv_cache_memory_bytes=1000), groups, few, free_bytes=100) == 3
+    assert kv_blocks(CacheOptions(kv_cache_memory_bytes=1000), groups, few, free_bytes=100) == 100
+    assert kv_blocks(CacheOptions(), groups, few, free_bytes=100) == 6
+    assert kv_blocks(CacheOptions(), groups, many, free_bytes=100) == 10
+    assert kv_blocks(CacheOptions(), groups, many, free_bytes=-1) == 0
 
 
 def engine_start(**changes):
     options = ModelOptions(model="m", path="m", max_model_len=100)
-    fields = {"config": EngineConfig(model=options), "replica": 0, "num_layers": 10, "eos_token_ids": ()}
+    fields = {"config": EngineConfig(model=options), "replica": 0, "num_layers": 10, "eos_token_ids": (),
+              "kv_groups": (KVGroup(name="full", kind="full", bytes_per_token=1),)}  # fmt: skip
     return EngineStart(**fields | changes)
 
 

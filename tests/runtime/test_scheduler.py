@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moewe.runtime.plan import FINISH_ERROR, FINISH_STOP, RankPlan, RankResult, StepPlan, StepResult, pack, unpack
-from moewe.runtime.scheduler import Request, Scheduler, SchedulerConfig
+from moewe.runtime.scheduler import GroupLimits, Request, Scheduler, SchedulerConfig
 from moewe.runtime.scheduling.batch_state import BatchState
 from tests.support.null_worker import EOS, NullEngine, expected_tokens, make_request, next_token
 
@@ -16,7 +16,8 @@ from tests.support.null_worker import EOS, NullEngine, expected_tokens, make_req
 def config_of(**changes: object) -> SchedulerConfig:
     fields = {"num_ranks": 1, "num_blocks": 100, "block_size": 4, "max_model_len": 400, "max_num_seqs": 4,
               "max_num_batched_tokens": 16, "eos_token_ids": (EOS,)}  # fmt: skip
-    return SchedulerConfig(**(fields | changes))
+    fields |= changes
+    return SchedulerConfig(groups=(GroupLimits(num_blocks=fields.pop("num_blocks")),), **fields)
 
 
 def chunks_of(rank: RankPlan) -> list[tuple[int, int, int, bool]]:

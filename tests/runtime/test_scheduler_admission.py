@@ -7,7 +7,7 @@ import random
 import pytest
 
 from moewe.runtime.plan import StepPlan, unpack
-from moewe.runtime.scheduler import Request, Scheduler, SchedulerConfig
+from moewe.runtime.scheduler import GroupLimits, Request, Scheduler, SchedulerConfig
 from moewe.runtime.scheduling.admission import AdmissionError, QueueFullError, WaitingQueue
 from tests.support.null_worker import EOS, NullEngine, make_request
 
@@ -15,7 +15,8 @@ from tests.support.null_worker import EOS, NullEngine, make_request
 def config_of(**changes: object) -> SchedulerConfig:
     fields = {"num_ranks": 1, "num_blocks": 10, "block_size": 16, "max_model_len": 512, "max_num_seqs": 4,
               "max_num_batched_tokens": 64, "eos_token_ids": (EOS,)}  # fmt: skip
-    return SchedulerConfig(**(fields | changes))
+    fields |= changes
+    return SchedulerConfig(groups=(GroupLimits(num_blocks=fields.pop("num_blocks")),), **fields)
 
 
 def admitted(plan: StepPlan) -> list[list[int]]:

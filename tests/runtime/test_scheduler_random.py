@@ -9,29 +9,33 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from moewe.runtime.scheduler import AdmissionError, QueueFullError, Request, SchedulerConfig
+from moewe.runtime.scheduler import AdmissionError, GroupLimits, QueueFullError, Request, SchedulerConfig
 from tests.support.null_worker import EOS, NullEngine, make_request
 
-SHAPES = {
-    "one rank": {"num_ranks": 1, "num_blocks": 40, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16},
-    "tiny pool": {"num_ranks": 2, "num_blocks": 7, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 8},
-    "many ranks": {"num_ranks": 8, "num_blocks": 12, "block_size": 8, "max_num_seqs": 3, "max_num_batched_tokens": 5},
-    "blocks of one": {
-        "num_ranks": 2,
-        "num_blocks": 30,
-        "block_size": 1,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 64,
-    },
-    "two groups": {"num_ranks": 2, "num_blocks": 9, "block_size": 4, "max_num_seqs": 5, "max_num_batched_tokens": 5},
+# Blocks of each cache group, with kind and window; then block size, ranks, sequences and rows of a step.
+SHAPES: dict[str, tuple[tuple[tuple[int, str, int], ...], int, int, int, int]] = {
+    "one rank": (((40, "full", 0),), 4, 1, 8, 16),
+    "tiny pool": (((7, "full", 0),), 4, 2, 6, 8),
+    "many ranks": (((12, "full", 0),), 8, 8, 3, 5),
+    "blocks of one": (((30, "full", 0),), 1, 2, 4, 64),
+    "two full groups": (((9, "full", 0), (8, "latent", 0)), 4, 2, 5, 5),
+    "window beside full": (((20, "full", 0), (6, "window", 6)), 4, 2, 5, 12),
+    "window scarcer than full": (((40, "full", 0), (4, "window", 7)), 4, 1, 6, 12),
+    "chunks beside full": (((14, "full", 0), (7, "chunk", 8)), 4, 2, 4, 16),
+    "windows alone": (((9, "window", 5), (8, "window", 9)), 4, 2, 5, 24),
+    "window and chunks of odd sizes": (((9, "window", 3), (9, "chunk", 10)), 3, 1, 6, 30),
+    "window of one in blocks of one": (((5, "window", 1), (30, "full", 0)), 1, 1, 4, 9),
 }
 
 
 def config_of(shape: str, **changes: object) -> SchedulerConfig:
-    fields = SHAPES[shape] | {"max_model_len": 60, "eos_token_ids": (EOS,), "exchange": "threads"} | changes
-    if shape == "two groups":
-        fields |= {"num_groups": 2, "max_chunk_tokens": 3}
-    return SchedulerConfig(**fields)
+    groups, block_size, num_ranks, max_num_seqs, rows = SHAPES[shape]
+    fields = {"block_size": block_size, "num_ranks": num_ranks, "max_num_seqs": max_num_seqs, "max_model_len": 60,
+              "max_num_batched_tokens": rows, "eos_token_ids": (EOS,), "exchange": "threads"}  # fmt: skip
+    if shape == "two full groups":
+        fields["max_chunk_tokens"] = 3
+    limits = tuple(GroupLimits(num_blocks=n, kind=kind, window=window) for n, kind, window in groups)
+    return SchedulerConfig(groups=limits, **(fields | changes))
 
 
 def random_request(rng: random.Random, name: str, config: SchedulerConfig, now: float) -> Request:

@@ -13,14 +13,17 @@ import pytest
 from moewe.runtime.plan import RankPlan, RankResult, StepHeader, pack
 from moewe.runtime.ranks.batch import WorkerBatch
 from moewe.runtime.scheduler import Request, SchedulerConfig
-from tests.runtime.test_scheduler_random import config_of, random_request
+from tests.runtime.test_scheduler_random import SHAPES, config_of, random_request
 from tests.support.null_worker import NullEngine, next_token
 
 
 class BatchRank:
     def __init__(self, config: SchedulerConfig) -> None:
         self.batch = WorkerBatch(
-            num_slots=config.max_num_seqs, max_model_len=config.max_model_len, block_size=config.block_size
+            num_slots=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            block_size=config.block_size,
+            groups=[(group.kind, group.window) for group in config.groups],
         )
 
     def run(self, header: StepHeader, plan: RankPlan) -> RankResult:
@@ -43,7 +46,7 @@ class BatchRank:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("shape", ["one rank", "tiny pool", "many ranks", "blocks of one"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_plans_drive_the_real_batch(shape: str, depth: int):
     config = config_of(shape)
     rng = random.Random(shape)

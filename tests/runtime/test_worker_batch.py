@@ -68,18 +68,18 @@ def test_a_whole_prompt_in_one_chunk():
     _, rows, flags = started()
     assert rows.input_ids.tolist() == [5, 6, 7, 8, 9]
     assert rows.positions.tolist() == [0, 1, 2, 3, 4]
-    assert rows.slot_mapping.tolist() == [40, 41, 42, 43, 12]
+    assert rows.groups[0].slot_mapping.tolist() == [40, 41, 42, 43, 12]
     assert rows.segments[0].block_table.tolist() == [10, 3]
     assert (rows.sample_rows.tolist(), rows.sample_slots.tolist(), flags) == ([4], [2], [FINISH_NONE])
-    assert rows.row_slots().tolist() == [2] * 5
+    assert rows.row_slots.tolist() == [2] * 5
 
 
 def test_a_sampled_chunk_decodes_from_the_next_step_on():
     batch, *_ = started()
     assert batch.sampling(np.array([2])).position.tolist() == [6]
     rows, _ = step(batch, RankPlan(num_decodes=1), token=51)
-    assert (rows.input_ids.tolist(), rows.positions.tolist(), rows.slot_mapping.tolist()) == ([50], [5], [13])
-    assert (rows.decode_lengths.tolist(), rows.decode_tables.tolist()) == ([6], [[10, 3]])
+    assert (rows.input_ids.tolist(), rows.positions.tolist(), rows.groups[0].slot_mapping.tolist()) == ([50], [5], [13])
+    assert (rows.decode_lengths.tolist(), rows.groups[0].decode_tables.tolist()) == ([6], [[10, 3]])
     rows, _ = step(batch, RankPlan(num_decodes=1))
     assert rows.input_ids.tolist() == [51]
 
@@ -95,7 +95,7 @@ def test_decodes_come_first_and_a_chunk_may_leave_its_prompt_open():
     assert (rows.segments[0].row_start, rows.segments[0].num_computed_tokens) == (1, 0)
     rows, _ = step(batch, RankPlan(grants=grant((0, 1, 2), (0, 2, 4)), chunks=(chunk(0, 3, 7, True),)))
     assert rows.input_ids.tolist() == [52, 23, 24, 25, 26, 27, 28, 29]
-    assert rows.slot_mapping.tolist()[1:] == [7, 8, 9, 10, 11, 16, 17]
+    assert rows.groups[0].slot_mapping.tolist()[1:] == [7, 8, 9, 10, 11, 16, 17]
     assert rows.sample_rows.tolist() == [0, 7]
 
 
@@ -143,7 +143,7 @@ def test_a_slot_is_released_and_taken_again_in_one_plan():
         chunks=(chunk(2, 0, 1, True),),
     )
     rows, _ = step(batch, plan)
-    assert (rows.input_ids.tolist(), rows.slot_mapping.tolist(), rows.decode_slots.size) == ([1], [36], 0)
+    assert (rows.input_ids.tolist(), rows.groups[0].slot_mapping.tolist(), rows.decode_slots.size) == ([1], [36], 0)
     assert batch.blocks_of(2).tolist() == [9]
 
 
@@ -161,13 +161,13 @@ def test_a_snapshot_resumes_in_kept_kv():
     resumed = msgspec.structs.replace(admit(3, [4, 5, 6, 7, 8, 9]), num_computed_tokens=5)
     plan = RankPlan(admitted=(resumed,), grants=grant((3, 0, 2), (3, 1, 8)), chunks=(chunk(3, 5, 1, True),))
     rows, _ = step(batch, plan, snapshot=True)
-    assert (rows.input_ids.tolist(), rows.positions.tolist(), rows.slot_mapping.tolist()) == ([9], [5], [33])
+    assert (rows.input_ids.tolist(), rows.positions.tolist(), rows.groups[0].slot_mapping.tolist()) == ([9], [5], [33])
     assert rows.segments[0].num_computed_tokens == 5
 
 
 def test_no_rows_at_all():
     rows, flags = step(make_batch(), RankPlan())
-    assert (rows.num_rows, rows.sample_rows.size, rows.decode_tables.shape, flags) == (0, 0, (0, 0), [])
+    assert (rows.num_rows, rows.sample_rows.size, rows.groups[0].decode_tables.shape, flags) == (0, 0, (0, 0), [])
 
 
 def test_end_tokens_widen_and_negative_seeds_wrap():
@@ -227,4 +227,6 @@ def test_random_plans_equal_a_per_token_model(data):
         )
         rows, _ = step(batch, plan, token=number)
         wanted = [row for _, _, rows in sorted(expected, key=lambda entry: entry[:2]) for row in rows]
-        assert list(zip(rows.input_ids.tolist(), rows.positions.tolist(), rows.slot_mapping.tolist())) == wanted
+        assert (
+            list(zip(rows.input_ids.tolist(), rows.positions.tolist(), rows.groups[0].slot_mapping.tolist())) == wanted
+        )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from moewe.kvcache.groups import first_visible
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.plan import (
     FINISH_ERROR,
@@ -62,12 +63,17 @@ def make_request(name: str, prompt: int, max_tokens: int | None = None, **fields
 
 @dataclass
 class NullSequence:
-    """What a worker knows of one slot."""
+    """What a worker knows of one slot.
+
+    `planned` is `computed` as the scheduler believes it: it goes on behind an end that only the worker knows of.
+    `tables` hold, for each cache group, block by index.
+    """
 
     admission: Admission
     tokens: list[int]
     computed: int
-    tables: list[list[int]]
+    planned: int
+    tables: list[dict[int, int]]
     decoding: bool = False
     finished: bool = False
 
@@ -82,8 +88,8 @@ class NullRank:
     seen: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        shape = (self.config.num_groups, self.config.num_blocks * self.config.block_size)
-        self.kv_sequence, self.kv_token = np.full(shape, -1), np.full(shape, -1)
+        sizes = [group.num_blocks * self.config.block_size for group in self.config.groups]
+        self.kv_sequence, self.kv_token = ([np.full(size, -1) for size in sizes] for _ in range(2))
 
     def run(self, header: StepHeader, plan: RankPlan) -> RankResult:
         """Apply `plan` in field order, run its rows, and answer."""
@@ -104,8 +110,14 @@ class NullRank:
             assert chunk.samples == (chunk.start + chunk.num_tokens == len(sequence.tokens)), (chunk, sequence)
             if not sequence.finished:
                 runs.append((chunk.slot, chunk.start, chunk.num_tokens, chunk.samples))
+        for chunk in plan.chunks:
+            self.slots[chunk.slot].planned = chunk.start + chunk.num_tokens
+        for _, sequence in sequences:
+            sequence.planned += sequence.decoding
+        for slot, start, size, _ in runs:  # all rows of a layer are written before any is read
+            self._write(self.slots[slot], start, start + size)
         for slot, start, size, _ in runs:
-            self._write_and_read(self.slots[slot], start, start + size)
+            self._read(self.slots[slot], start, start + size)
         outcome = [(slot, *self._sample(self.slots[slot])) for slot, _, _, samples in runs if samples]
         ids = [self.slots[slot].admission.sequence_id for slot, _, _ in outcome]
         logprobs = tuple(
@@ -136,24 +148,45 @@ class NullRank:
             self.seen.add(admission.sequence_id)
             tokens = unpack(admission.tokens).tolist()
             assert 0 < len(tokens) < admission.max_length <= self.config.max_model_len
-            tables: list[list[int]] = [[] for _ in range(self.config.num_groups)]
-            self.slots[admission.slot] = NullSequence(admission, tokens, admission.num_computed_tokens, tables)
+            computed = admission.num_computed_tokens
+            tables: list[dict[int, int]] = [{} for _ in self.config.groups]
+            self.slots[admission.slot] = NullSequence(admission, tokens, computed, computed, tables)
+        for sequence in self.slots.values():
+            for group, table in enumerate(sequence.tables):
+                for index in [i for i in table if i < self._first_block(group, sequence.planned)]:
+                    del table[index]
+        used = [{b for s in self.slots.values() for b in s.tables[g].values()} for g in range(len(self.config.groups))]
         for group, slot, index, block in unpack(plan.grants).reshape(-1, 4).tolist():
-            used = {b for s in self.slots.values() for b in s.tables[group]}
-            assert 0 <= block < self.config.num_blocks and block not in used, f"block {block} is in use"
-            table = self.slots[slot].tables[group]
-            assert index == len(table), "a block table has a gap"
-            table.append(block)
+            assert 0 <= block < self.config.groups[group].num_blocks
+            assert block not in used[group], f"block {block} of group {group} is in use"
+            used[group].add(block)
+            sequence = self.slots[slot]
+            table = sequence.tables[group]
+            assert index == max(table, default=self._first_block(group, sequence.planned) - 1) + 1, "a gap in a table"
+            table[index] = block
 
-    def _write_and_read(self, sequence: NullSequence, start: int, end: int) -> None:
+    def _first_block(self, group: int, position: int) -> int:
+        limits = self.config.groups[group]
+        return first_visible(limits.kind, limits.window, position) // self.config.block_size
+
+    def _places(self, group: int, sequence: NullSequence, positions: np.ndarray) -> np.ndarray:
         size = self.config.block_size
+        return np.array([sequence.tables[group][i // size] * size + i % size for i in positions.tolist()], np.int64)
+
+    def _write(self, sequence: NullSequence, start: int, end: int) -> None:
         for group, table in enumerate(sequence.tables):
-            assert len(table) == -(-end // size), f"{len(table)} blocks for {end} tokens"
-            places = np.array(table)[np.arange(end) // size] * size + np.arange(end) % size
-            self.kv_sequence[group, places[start:]] = sequence.admission.sequence_id
-            self.kv_token[group, places[start:]] = sequence.tokens[start:end]
-            assert (self.kv_sequence[group, places] == sequence.admission.sequence_id).all(), "reads another's KV"
-            assert self.kv_token[group, places].tolist() == sequence.tokens[:end], "KV holds other tokens"
+            held = range(self._first_block(group, start), -(-end // self.config.block_size))
+            assert sorted(table) == list(held), f"group {group} holds {sorted(table)} for rows {start} to {end}"
+            places = self._places(group, sequence, np.arange(start, end))
+            self.kv_sequence[group][places] = sequence.admission.sequence_id
+            self.kv_token[group][places] = sequence.tokens[start:end]
+
+    def _read(self, sequence: NullSequence, start: int, end: int) -> None:
+        for group, limits in enumerate(self.config.groups):
+            first = first_visible(limits.kind, limits.window, start)  # later rows see nothing before it
+            places = self._places(group, sequence, np.arange(first, end))
+            assert (self.kv_sequence[group][places] == sequence.admission.sequence_id).all(), "reads another's KV"
+            assert self.kv_token[group][places].tolist() == sequence.tokens[first:end], "KV holds other tokens"
         sequence.computed = end
 
     def _sample(self, sequence: NullSequence) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import pytest
 
 from moewe.topologies import (
     ByteBudget,
+    KVGroup,
     ModelFootprint,
     TopologyError,
     byte_budget,
@@ -33,7 +34,7 @@ MODEL = ModelFootprint(
     expert_bytes=32 * MIB,
     embedding_bytes=64 * MIB,
     head_bytes=0,
-    kv_bytes_per_token=4096,
+    kv_groups=(KVGroup(name="full", kind="full", bytes_per_token=4096),),
     hidden_size=1024,
     vocab_size=32000,
     max_model_len=4096,
@@ -68,7 +69,7 @@ def test_kv_takes_what_is_left_in_whole_blocks_but_no_more_than_is_useful() -> N
     assert small.total <= 3 * GIB < small.total + small.block_bytes
     assert small.kv_bytes == small.num_blocks * 16 * 4096
     useful = budget(rank_memory_bytes=100 * GIB, max_num_seqs=8)
-    assert useful.kv_tokens == 8 * 4096
+    assert useful.num_blocks * 16 == 8 * 4096
     assert useful.max_concurrency(4096) == 8 and useful.max_concurrency(4097) == 7
     assert budget("EP2DP3", rank_memory_bytes=100 * GIB, max_num_seqs=8).max_concurrency(4096) == 8 * 6
     assert budget(kv_bytes=10 * 16 * 4096).num_blocks == 10
