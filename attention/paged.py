@@ -149,14 +149,10 @@ def _attend(
     if mask is not None:
         scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
     largest = scores.amax(-1, keepdim=True)
-    if options.sinks is None:
-        weights = scores.sub_(largest).exp_()
-        total = weights.sum(-1, keepdim=True)
-    else:
-        sinks = options.sinks.view(num_kv_heads, group, 1, 1)
-        largest = torch.maximum(largest, sinks)
-        weights = scores.sub_(largest).exp_()
-        total = weights.sum(-1, keepdim=True).add_((sinks - largest).exp_())
+    weights = scores.sub_(largest).exp_()
+    total = weights.sum(-1, keepdim=True)
+    if options.sinks is not None:  # one so far above the scores that this is inf leaves nothing, as it should
+        total += (options.sinks.view(num_kv_heads, group, 1, 1) - largest).exp_()
     out = weights.view(batch, num_kv_heads, group * rows, num_keys) @ values
     out = out.view(batch, num_kv_heads, group, rows, value_dim).div_(total)
     return out.permute(0, 3, 1, 2, 4).reshape(batch, rows, num_heads, value_dim).to(q.dtype)

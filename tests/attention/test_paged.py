@@ -170,6 +170,14 @@ def test_sinks_take_their_part_of_the_softmax() -> None:
     assert_near(got[0], value * torch.sigmoid(-SINKS.double())[:, None], format="float32")
 
 
+@pytest.mark.parametrize(("sink", "left"), [(500.0, 0.0), (-500.0, 1.0), (-float("inf"), 1.0)])
+def test_sinks_far_from_the_scores_leave_nothing_or_all(sink: float, left: float) -> None:
+    step = make_step(Shape(), [], [1])
+    options = AttentionOptions(1.0, sinks=torch.full((4,), sink))
+    got = paged_attention(step.q, step.storage, LAYER, step.batch, options)
+    assert_near(got[0], left * step.sequences[0].v[0].double().repeat_interleave(2, 0), format="float32")
+
+
 def test_scores_beyond_the_cap_weigh_alike() -> None:
     shape = Shape(heads=(2, 2), widths=(4, 4))
     step = make_step(shape, [], [2])
