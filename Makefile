@@ -1,7 +1,7 @@
 # One command each, the same for people and for CI.
 PYTHON ?= python
 
-.PHONY: check format lint types test slow wheel bench clean
+.PHONY: check format lint types test slow wheel bench families clean
 
 check: lint types test            ## everything a commit must pass
 
@@ -29,6 +29,9 @@ test:
 
 slow:
 	$(PYTHON) -m pytest -m "slow and not soak and not gpu"
+
+families:                         ## docs/families.md, after a change of models/checked.py
+	$(PYTHON) -m moewe.models.checked > docs/families.md
 
 bench:
 	@ls benchmarks/*.py

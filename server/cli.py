@@ -163,6 +163,16 @@ for _tool in TOOLS:
     _add(_groups[_tool.parent], _tool.name, _tool.help, _parameters, _tool.flags, _tool.run)
 
 
+@app.command("models")
+def _models(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> int:
+    """List the families that run, what shapes each, and what each was checked for."""
+    from .models_table import show_models
+
+    return show_models(as_json=as_json)
+
+
 @app.command("demo-checkpoint")
 def _demo_checkpoint(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; made if it does not exist.")],

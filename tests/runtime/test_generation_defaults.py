@@ -1,4 +1,4 @@
-"""Sampling defaults of a model: what its generation_config.json says, what wins over it, and what is refused or told."""
+"""Sampling defaults of a model: what its generation_config.json says, what wins over it, and what is refused."""
 
 from __future__ import annotations
 

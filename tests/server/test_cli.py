@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from moewe.models.checked import CHECKED, TRANSFORMERS
 from moewe.server import cli, cli_local, cli_serve
 from moewe.server.cli_serve import bind, server_options
 from moewe.server.cli_values import Settings
@@ -43,7 +45,7 @@ def listener() -> Iterator[socket.socket]:
         yield taken
 
 
-@pytest.mark.parametrize("words", [["--version"], ["--help"], [], ["serve", "--help"], ["chat", "-h"]])
+@pytest.mark.parametrize("words", [["--version"], ["--help"], [], ["serve", "--help"], ["chat", "-h"], ["models"]])
 def test_help_and_version_do_not_load_torch(words: list[str]) -> None:
     code = f"""
 import sys
@@ -259,3 +261,16 @@ def test_demo_checkpoint_goes_where_it_is_told(
     assert run(capfd, "demo-checkpoint", str(tmp_path))[:2] == (0, f"{tmp_path.resolve()}\n")
     code, _, err = run(capfd, "demo-checkpoint")
     assert code == 1 and "DIR" in err
+
+
+def test_models_are_listed_as_a_table_or_as_json(capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capfd, "models")
+    assert code == 0 and TRANSFORMERS in out
+    shown = json.loads(run(capfd, "models", "--json")[1])
+    assert [family["model_type"] for family in shown["families"]] == list(CHECKED)
+    assert shown["transformers"] == TRANSFORMERS
+    for family in shown["families"]:
+        assert set(family["checks"]) <= set(shown["checks"])
+        for word in (family["model_type"], *family["also"], family["fixtures"][0]):
+            assert word in out or word in family["fixtures"]
+    assert "T-DS3" in str(shown) and "kimi_k2" in out

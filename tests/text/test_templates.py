@@ -21,7 +21,7 @@ from tests.support.small_tokenizers import write
 HI = [{"role": "user", "content": "hi"}]
 NAMED = [{"name": "default", "template": "d {{ bos_token }}"}, {"name": "rag", "template": "r {{ eos_token }}"}]
 SPOKEN = (
-    "{{ bos_token }}{% for m in messages %}{{ '[' + m.role + ']' + m.content | trim }}{% if not loop.last %}|{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{{ '[' + m.role + ']' + m.content | trim }}{{ '' if loop.last else '|' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '>' }}{% endif %}{{ tools is none }}{{ mood | default('calm') }}"
 )
 
