@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .cli_options import ENGINE, HTTP, HTTP_FLAGS, SHARED, TOOL, Flag, flags_of
+from .cli_options import ENGINE, HTTP_FLAGS, SHARED, TOOL, Flag, flags_of
 
 SERVER, DATA, LOAD, REQUESTS, OUTPUT = "Server to measure", "Data set", "Load", "Requests", "Output"
 

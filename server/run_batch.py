@@ -2,7 +2,8 @@
 
 Not a server: no port is opened; every line goes through the routes of the HTTP server in this process, so it is checked
 and answered as there. Answers stand in the order of their ends. Not resumable: the output is written anew.
-Units: lines. Exit codes: 0 the file was processed, whatever came of single lines; 3 an engine was lost, 130 interrupted.
+Units: lines. Exit codes: 0 the file was processed, whatever came of single lines; 3 an engine was lost,
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ async def _answer(
 ) -> tuple[bytes, bool]:
     """Return the line that answers `line`, and whether it succeeded.
 
-    A full queue is waited out: others of this file fill it. Only a line that is refused while nothing else runs is told.
+    A full queue is waited out: others of this file fill it. Only who is refused while nothing else runs is told.
     """
     try:
         request = read_line(line)

@@ -191,7 +191,7 @@ def trace_samples(
         raise ValueError(f"--trace-speed {speed:g} is not allowed; use a number above 0, 1 for the trace's own times")
     if block_size < 1:
         raise ValueError(f"--trace-block-size {block_size} is not allowed; use at least 1")
-    made = []
+    made: list[Sample] = []
     for where, entry in _lines(path):
         if len(made) == number:
             break

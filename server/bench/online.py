@@ -183,13 +183,11 @@ def notes(load: LoadResult, run: Run) -> list[str]:
         made.append(
             "the server did not count tokens; output tokens are pieces of the stream, input tokens as asked for"
         )
-    pieces = sum(each.pieces for each in good)
-    if pieces and sum(each.output_tokens for each in good) > 1.2 * pieces:
+    if (got_in := sum(each.pieces for each in good)) and sum(each.output_tokens for each in good) > 1.2 * got_in:
         made.append("the server sends several tokens in a piece; inter-token latency is that between pieces")
-    asked = sum(sample.output_len for sample in run.samples)
-    if good and not load.stopped and not run.tool.get("ignore_eos") and len(good) == len(run.samples):
-        if (got := sum(each.output_tokens for each in good)) < 0.95 * asked:
-            made.append(f"answers ended early ({got} of {asked} tokens); --ignore-eos makes runs comparable")
+    asked, got = sum(s.output_len for s in run.samples), sum(each.output_tokens for each in good)
+    if len(good) == len(run.samples) and not run.tool.get("ignore_eos") and got < 0.95 * asked:
+        made.append(f"answers ended early ({got} of {asked} tokens); --ignore-eos makes runs comparable")
     return made
 
 

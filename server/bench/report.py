@@ -34,6 +34,8 @@ _ROWS = (
     ("request_goodput", "requests/s within targets", ".2f"),
     ("output_throughput", "output tokens/s", ".1f"),
     ("total_token_throughput", "total tokens/s", ".1f"),
+    ("batches", "batches", "d"),
+    ("median_batch_ms", "median batch, ms", ".2f"),
     ("max_concurrent_requests", "most requests at once", "d"),
     ("tokens_per_piece", "tokens a piece of a stream", ".2f"),
     ("preemptions", "preemptions", ".0f"),
