@@ -20,7 +20,6 @@ from .parameters import (
     EMBEDDING,
     HEAD,
     HEAD_BIAS,
-    Parameters,
     global_parameters,
     layer_parameters,
     layer_prefix,

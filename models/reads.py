@@ -90,7 +90,7 @@ class RunRead:
 
 @dataclass(frozen=True, kw_only=True)
 class RearrangedRead:
-    """A piece whose parts lie interleaved, transposed or quantised in the file; `targets` are the places of each part."""
+    """A piece whose parts lie interleaved, transposed or quantised in the file; `targets` has the places of each."""
 
     piece: Piece
     targets: tuple[tuple[torch.Tensor, ...], ...]
@@ -127,7 +127,11 @@ class RearrangedRead:
             rows = _dequantized(rows, *piece.scales)
         if piece.transposed:
             rows = rows.T
-        grouped, start, spans = rows.unflatten(0, (piece.groups, -1)), 0, Spans()  # [groups, rows of all parts, ...]
+        grouped, start, spans = (
+            torch.unflatten(rows, 0, (piece.groups, -1)),
+            0,
+            Spans(),
+        )  # [groups, rows of all parts, ...]
         for count, targets in zip(piece.rows, self.targets):
             share = count // piece.groups
             part = grouped[:, start : start + share]

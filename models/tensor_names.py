@@ -2,7 +2,7 @@
 
 Not matching (`name_map`) and no shapes (`parameters`): only the table and the pieces it is put together from.
 Names are those inside a decoder layer; `#` stands for the number of an expert. Our own are the same for all families:
-`self_attn.{q,k,v,o}_proj`, `mlp.{gate,up,down}_proj`, `mlp.router`, `mlp.experts.#.gate_proj`, `mlp.shared.gate_proj`, ...
+`self_attn.{q,k,v,o}_proj`, `mlp.{gate,up,down}_proj`, `mlp.router`, `mlp.experts.#.gate_proj`, `mlp.shared.gate_proj`.
 """
 
 from __future__ import annotations
@@ -164,7 +164,9 @@ _GRANITE = (
     + linear(f"{_SPARSE}.router.layer", "mlp.router")
     + linear(f"{_SPARSE}.router", "mlp.router")
     + (
-        Spelling(stored=f"{_SPARSE}.input_linear.weight", own=(f"{EXPERT}.gate_proj.weight", f"{EXPERT}.up_proj.weight")),
+        Spelling(
+            stored=f"{_SPARSE}.input_linear.weight", own=(f"{EXPERT}.gate_proj.weight", f"{EXPERT}.up_proj.weight")
+        ),
         Spelling(stored=f"{_SPARSE}.output_linear.weight", own=(f"{EXPERT}.down_proj.weight",)),
     )
     + stacked_experts(f"{_SPARSE}.experts.gate_up_proj", f"{_SPARSE}.experts.down_proj")
@@ -204,10 +206,7 @@ NAMES: dict[str, TensorNames] = {
     "qwen3_moe": _PLAIN_MOE,
     "olmoe": _PLAIN_MOE,
     "flex_olmo": TensorNames(
-        spellings=norms("post_attention_layernorm", "post_feedforward_layernorm")
-        + attention()
-        + _ROUTER
-        + _MLP_EXPERTS
+        spellings=norms("post_attention_layernorm", "post_feedforward_layernorm") + attention() + _ROUTER + _MLP_EXPERTS
     ),
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,

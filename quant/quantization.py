@@ -1,6 +1,6 @@
 """Which matrices of a checkpoint are quantised, and how.
 
-Not a parser of config.json and no tensor names of a family: patterns are compared with the names of modules it is given.
+Not a parser of config.json and no tensor names of a family: patterns are compared with the modules it is given.
 Patterns come from strangers, so they are compared by plain search; only `*` is special and stands for any text.
 """
 

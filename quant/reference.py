@@ -33,7 +33,7 @@ def e8m0(code: int) -> float:
 
 
 def e4m3(code: int) -> float:
-    """Return the number that eight bits stand for: sign, four bits of exponent (bias 7), three of mantissa, no infinity."""
+    """Return the number that eight bits stand for: sign, four of exponent (bias 7), three of mantissa, no infinity."""
     sign = -1.0 if code & 0x80 else 1.0
     exponent, mantissa = (code >> 3) & 0xF, code & 0x7
     if (exponent, mantissa) == (15, 7):

@@ -106,19 +106,19 @@ class QuantTensor:
         """Return the numbers, multiplied in fp32 and rounded once to `dtype`: `shape`."""
         if self.scheme.kind == MXFP4:
             return _from_mxfp4(self.data, self.scales, self.scheme.block[1]).to(dtype)
-        parts = zip(self.data.split(self.sections, dim=-2), _section_scales(self))
+        parts = zip(torch.split(self.data, list(self.sections), dim=-2), _section_scales(self))
         return torch.cat([_from_fp8(data, scales, self.scheme.block) for data, scales in parts], dim=-2).to(dtype)
 
 
 def _section_scales(tensor: QuantTensor) -> Iterator[torch.Tensor]:
     block_rows = [-(-section // tensor.scheme.block[0]) for section in tensor.sections]
-    yield from tensor.scales.split(block_rows, dim=-2)
+    yield from torch.split(tensor.scales, block_rows, dim=-2)
 
 
 def _from_mxfp4(data: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Tensor:
     codes = torch.stack([data & 15, data >> 4], dim=-1).flatten(-2).to(torch.int32)  # [.., N, D]
     numbers = torch.tensor(E2M1, device=data.device)[codes]
-    powers = torch.ldexp(torch.ones((), device=data.device), scales.to(torch.int32) - E8M0_BIAS)
+    powers = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.to(torch.int32) - E8M0_BIAS)
     powers.masked_fill_(scales == E8M0_NAN, torch.nan)
     return numbers * powers.repeat_interleave(block, dim=-1)
 

@@ -1,5 +1,7 @@
 """Footprints against tensors that were really loaded."""
 
+from dataclasses import fields, is_dataclass, replace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from moewe.models.families import load_config
 from moewe.models.footprint import cache_groups, model_footprint
 from moewe.models.loading import LoadOptions, load_weights
 from tests.support.fixtures import FIXTURES, checkpoint
+from tests.support.quantised import fp8_checkpoint, mxfp4_checkpoint
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -19,15 +22,50 @@ def test_footprint_is_what_loading_holds(name, dtype):
     assert footprint.total_bytes == report.bytes_held
     weights = report.weights
     assert footprint.embedding_bytes == weights.embedding.nbytes
-    assert footprint.head_bytes == (0 if config.head_tied else weights.head.nbytes)
-    if config.moe:
-        moe = weights.layers[0].moe
-        assert footprint.expert_bytes == moe.experts.bytes_per_slot
-        assert footprint.shared_bytes == 2 * (
-            (moe.shared.w13.nbytes + moe.shared.w2.nbytes if moe.shared else 0)
-            + (moe.shared_gate.nbytes if moe.shared_gate is not None else 0)
-        )
-        assert footprint.routed_bytes == 2 * (moe.experts.w13.nbytes + moe.experts.w2.nbytes)
+    assert footprint.head_bytes == (0 if config.head_tied else weights.head.nbytes) + held_bytes(weights.head_bias)
+    moes = [layer.moe for layer in weights.layers if layer.moe is not None]
+    assert footprint.num_moe_layers == len(moes)
+    if moes:
+        assert footprint.expert_bytes == moes[0].experts.bytes_per_slot
+        assert footprint.routed_bytes == sum(held_bytes(moe.experts) for moe in moes)
+        assert footprint.shared_bytes == sum(held_bytes(moe.shared) + held_bytes(moe.shared_gate) for moe in moes)
+    attention = (
+        "input_norm",
+        "input_norm_bias",
+        "qkv",
+        "qkv_bias",
+        "latent",
+        "o",
+        "o_bias",
+        "q_norm",
+        "k_norm",
+        "sinks",
+    )
+    assert footprint.attention_bytes == sum(
+        held_bytes(getattr(layer, n)) for layer in weights.layers for n in attention
+    )
+
+
+def held_bytes(node: object) -> int:
+    """Return the bytes of all tensors below a record; 0 for None."""
+    if isinstance(node, torch.Tensor):
+        return node.nbytes
+    return sum(held_bytes(getattr(node, item.name)) for item in fields(node)) if is_dataclass(node) else 0
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
+def test_footprint_of_quantised_weights_is_what_loading_holds(kind):
+    path = (
+        mxfp4_checkpoint("T-GOS", intermediate_size=64)[0] if kind == "mxfp4" else fp8_checkpoint("T-DS3", (24, 40))[0]
+    )
+    config = load_config(path)
+    footprint = model_footprint(config, name=kind, dtype="bfloat16")
+    report = load_weights(path, config, LoadOptions(dtype=torch.bfloat16))
+    assert footprint.total_bytes == report.bytes_held
+    moe = next(layer.moe for layer in report.weights.layers if layer.moe is not None)
+    assert footprint.expert_bytes * config.moe.routing.num_experts == held_bytes(moe.experts)
+    plain = model_footprint(replace(config, quantization=None), name=kind, dtype="bfloat16")
+    assert footprint.total_bytes < plain.total_bytes and footprint.flops_per_token == plain.flops_per_token
 
 
 def test_mixed_layers_are_counted_apart():

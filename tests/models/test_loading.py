@@ -101,10 +101,18 @@ def test_uneven_slots_and_replicas_are_filled():
         assert torch.equal(report.weights.layers[layer].moe.experts.w13, whole.layers[layer].moe.experts.w13[experts])
 
 
-@pytest.mark.parametrize("stacked", [False, True], ids=["per-expert", "stacked"])
-def test_a_rank_reads_hardly_more_than_it_holds(stacked, monkeypatch):
-    wide = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 16}
-    path = checkpoint("T-QW3", stacked=stacked, shards=2, **wide)
+WIDE = {
+    "per-expert": ("T-QW3", False, {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 16}),
+    "stacked": ("T-QW3", True, {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 16}),
+    "interleaved": ("T-GOS", False, {"hidden_size": 128, "intermediate_size": 128, "num_local_experts": 16}),
+    "transposed": ("T-LL4", False, {"hidden_size": 128, "intermediate_size": 256, "num_local_experts": 16}),
+}
+
+
+@pytest.mark.parametrize("layout", WIDE)
+def test_a_rank_reads_hardly_more_than_it_holds(layout, monkeypatch):  # P-LOAD-05
+    name, stacked, wide = WIDE[layout]
+    path = checkpoint(name, stacked=stacked, shards=2, **wide)
     real, counted = os.preadv, []
 
     def counting(fd, buffers, offset):

@@ -15,7 +15,11 @@ from moewe.models.weights import DenseFFN, LatentWeights, LayerWeights, ModelWei
 from tests.support.fixtures import reference_model
 
 ROUTERS = ("gate", "router", "gate.wg")
-SELECTION_BIASES = ("gate.e_score_correction_bias", "e_score_correction_bias", "gate.moe_statics.e_score_correction_bias")
+SELECTION_BIASES = (
+    "gate.e_score_correction_bias",
+    "e_score_correction_bias",
+    "gate.moe_statics.e_score_correction_bias",
+)
 SHARED = ("mlp.shared_experts.", "mlp.shared_expert.", "mlp.shared_mlp.", "feed_forward.shared_expert.")
 NORMS = (("input_layernorm", "post_attention_layernorm"), ("post_attention_layernorm", "post_feedforward_layernorm"))
 HEAD_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
