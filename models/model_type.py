@@ -20,7 +20,7 @@ ALIASES = {"kimi_k2": "deepseek_v3", "llama4": "llama4_text"}
 # The entry whose models also come with a vision part around them.
 _WRAPPED = "llama4_text"
 # Classes that models of an entry also go by.
-_OTHER_CLASSES = {"Llama4ForConditionalGeneration": _WRAPPED}
+_OTHER_CLASSES = {"Llama4ForConditionalGeneration": _WRAPPED, "PhiMoEForCausalLM": "phimoe"}
 # What a config around a text_config says for both.
 _OUTER = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config", "compression_config")
 

@@ -72,6 +72,14 @@ def test_model_type_decides_with_a_warning_when_architectures_are_wrong(architec
     assert "architectures" in record.getMessage() and "\n" not in record.getMessage()
 
 
+@pytest.mark.parametrize(
+    ("fixture", "architecture"), [("T-PHI", "PhiMoEForCausalLM"), ("T-LL4", "Llama4ForConditionalGeneration")]
+)
+def test_published_models_may_go_by_another_class(fixture, architecture, caplog):
+    load_config(edited_config(fixture, architectures=[architecture]))
+    assert not caplog.records
+
+
 def test_architectures_decide_when_model_type_is_absent():
     folder = edited_config("T-MIX", model_type=DELETE, architectures=["MixtralForCausalLM"])
     assert load_config(folder).family == "mixtral"
