@@ -136,8 +136,8 @@ def heads_of_latent(config, weights, x, long):
     q_nope, q_rope = q.unflatten(-1, (config.num_heads, -1)).split([shape.nope_dim, shape.rope_dim], -1)
     latent, k_rope = project(x, w.kv_a, w.kv_a_bias).split([shape.kv_rank, shape.rope_dim], -1)
     latent = rms(latent, w.kv_a_norm, shape.norm_eps)
-    k_nope = torch.einsum("tc,hnc->thn", latent, w.kv_b_k.double())
-    v = torch.einsum("tc,hvc->thv", latent, w.kv_b_v.double())
+    k_nope = torch.einsum("tc,hdc->thd", latent, w.kv_b_k.double())
+    v = torch.einsum("tc,hdc->thd", latent, w.kv_b_v.double())
     q_rope, k_rope = rotate(config.rotary, q_rope, long), rotate(config.rotary, k_rope[:, None], long)
     k = torch.cat([k_nope, k_rope.expand(-1, config.num_heads, -1)], -1)
     return torch.cat([q_nope, q_rope], -1), k, v
