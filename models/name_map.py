@@ -191,8 +191,8 @@ class _Matcher:
         self, layer: int, spelling: Spelling, expert: int | None, stored: StoredTensor
     ) -> Iterator[Piece]:
         parts = [self.layers[layer][own] for own in spelling.own]
-        scales = self._kv_b_scales(layer, stored) if spelling.order == "heads" else None
-        _check_dtype(stored, torch.float8_e4m3fn if scales is not None else parts[0].dtype)
+        scheme = self._kv_b_scheme(layer) if spelling.order == "heads" else None
+        _check_dtype(stored, torch.float8_e4m3fn if scheme is not None else parts[0].dtype)
         rows = tuple(math.prod(part.shape[:-1]) if len(part.shape) > 1 else part.shape[0] for part in parts)
         columns = parts[0].shape[-1:] if len(parts[0].shape) > 1 else ()
         shape = (*columns, sum(rows)) if spelling.transposed else (sum(rows), *columns)
@@ -200,7 +200,8 @@ class _Matcher:
         is_stack = expert is None and "#" in spelling.own[0]
         count = self.config.moe.routing.num_experts if is_stack and self.config.moe is not None else 1
         _check_shape(stored, ((count,) if is_stack else (1,) if spelling.unsqueezed else ()) + stored_shape)
-        self._check_blocks(layer, spelling, stored, rows)
+        self._check_blocks(layer, spelling, stored)
+        scales = (self._kv_b_scales(stored, scheme), scheme) if scheme is not None else None
         groups = {"parts": 1, "rows": rows[0], "heads": self.config.num_heads}[spelling.order]
         prefix, size = layer_prefix(layer), math.prod(shape)
         for i in range(count):
@@ -216,7 +217,7 @@ class _Matcher:
                 scales=scales,
             )
 
-    def _check_blocks(self, layer: int, spelling: Spelling, stored: StoredTensor, rows: tuple[int, ...]) -> None:
+    def _check_blocks(self, layer: int, spelling: Spelling, stored: StoredTensor) -> None:
         """Refuse parts in one tensor whose blocks do not begin where the parts do."""
         if len(spelling.own) == 1 or not spelling.own[0].endswith(".weight_scale") or spelling.order != "parts":
             return
@@ -233,18 +234,14 @@ class _Matcher:
         scheme = scheme_of(self.config, layer, ["self_attn.kv_b_k"]) if self.config.latent is not None else None
         return scheme if scheme is None or scheme.kind != MXFP4 else None
 
-    def _kv_b_scales(self, layer: int, stored: StoredTensor) -> tuple[StoredTensor, QuantScheme] | None:
-        """Return the scales of the one matrix that is dequantised while it is loaded, if it is quantised."""
-        scheme = self._kv_b_scheme(layer)
-        if scheme is None:
-            return None
+    def _kv_b_scales(self, stored: StoredTensor, scheme: QuantScheme) -> StoredTensor:
+        """Return the scales of the one matrix that is dequantised while it is loaded."""
         scales = self.tensors.get(f"{stored.name}_scale_inv")
         if scales is None:
             raise ConfigError(_missing_message([f"{stored.name}_scale_inv"]))
         _check_dtype(scales, None)
-        assert len(stored.shape) == 2, stored.shape
         _check_shape(scales, scheme.scales_shape(stored.shape[0], stored.shape[1]))
-        return scales, scheme
+        return scales
 
     def _add(self, piece: Piece) -> None:
         for parameter in piece.parts:

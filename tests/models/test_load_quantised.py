@@ -189,3 +189,32 @@ def test_dummy_weights_are_quantised_too(kind):
     assert torch.equal(parts, report.weights.layers[1].moe.experts.w2.data.view(torch.uint8))
     numbers = report.weights.layers[1].moe.experts.w2.dequantize(torch.float32)
     assert numbers.isfinite().all() and 0.01 < numbers.std() < 0.04
+
+
+@pytest.mark.parametrize("block", [(16, 32), (24, 40)])
+def test_stacked_fp8_experts_need_blocks_that_begin_where_projections_do(block):
+    path, numbers = fp8_checkpoint("T-DS3", block)
+
+    def stack(tensors):
+        kept = {n: t for n, t in tensors.items() if ".mlp.experts." not in n}
+        for layer in (1, 2, 3):
+            prefix = f"model.layers.{layer}.mlp.experts."
+            for kind, suffix in (("weight", ""), ("weight_scale_inv", "_scale_inv")):
+                parts = [[tensors[f"{prefix}{e}.{p}_proj.{kind}"] for p in ("gate", "up", "down")] for e in range(16)]
+                kept[f"{prefix}gate_up_proj{suffix}"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in parts])
+                kept[f"{prefix}down_proj{suffix}"] = torch.stack([down for _, _, down in parts])
+        return kept
+
+    rewrite_tensors(path, stack)
+    if block == (16, 32):
+        assert_same_as_reference(plain(load(path).weights), numbers)
+    else:
+        assert "do not divide" in refusal(path)
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_scale_inv"])
+def test_other_shapes_of_latent_keys_and_values_are_refused(name):
+    path, _ = fp8_checkpoint("T-DS3", BLOCK)
+    key = f"model.layers.1.self_attn.kv_b_proj.{name}"
+    rewrite_tensors(path, lambda tensors: tensors | {key: tensors[key].flatten()})
+    assert f"'{key}' has shape" in refusal(path)
