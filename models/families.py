@@ -174,6 +174,7 @@ FAMILIES: dict[str, Family] = GROUPED_FAMILIES | {
         qkv_bias="use_bias",
         output_bias="use_bias",
         dense_bias="use_bias",
+        head_bias="use_bias",
         rotary_interleaved=True,
     ),
     "hunyuan_v1_moe": Family(

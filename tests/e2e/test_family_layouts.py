@@ -84,7 +84,8 @@ def test_layers_that_predict_further_tokens_are_not_read(name, caplog):
 
     def add_layer(tensors):
         last = f"model.layers.{number - 1}."
-        extra = {f"model.layers.{number}.{n.removeprefix(last)}": t for n, t in tensors.items() if n.startswith(last)}
+        own = {n.removeprefix(last): t.clone() for n, t in tensors.items() if n.startswith(last)}
+        extra = {f"model.layers.{number}.{n}": t for n, t in own.items()}
         for part, width in (("eh_proj", 128), ("enorm", 64), ("hnorm", 64), ("shared_head.norm", 64)):
             extra[f"model.layers.{number}.{part}.weight"] = torch.full((64, width), torch.nan)
         extra[f"model.layers.{number}.shared_head.head.weight"] = torch.full((512, 4096), torch.nan)

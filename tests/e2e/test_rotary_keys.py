@@ -97,7 +97,7 @@ def test_the_old_spelling_of_longrope():
         place = {"original_max_position_embeddings": 40}
         folder = edit_config(
             copy_checkpoint(path),
-            remove=["rope_parameters", "original_max_position_embeddings"],
+            remove=["rope_parameters", *(place if inside else ())],
             rope_theta=10000.0,
             rope_scaling=scaling | (place if inside else {}),
             **({} if inside else place),

@@ -41,7 +41,7 @@ def test_experts_of_a_bf16_model_are_chosen_in_fp32(router_dtype):
     path = near_ties(router_dtype)
     x = torch.randn(NUM_TOKENS, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     with Group(path, Setup(dtype="bfloat16")) as group:
-        layer = group.workers[0].decoder._moe[1]
+        layer = group.workers[0].decoder._layers[1].moe
 
         def choose(rows):
             return layer._choose(rows)[0].long().sort(-1).values  # one rank: slots are experts

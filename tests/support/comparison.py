@@ -44,8 +44,8 @@ def compare_half_precision(checkpoint: Path, ours: torch.Tensor, prompt: Sequenc
     """Raise AssertionError unless logits [T, V] in bf16 are near those of fp32 on the same weights.
 
     Rounding flips an expert here and there, which moves the logits of that token and of those after it by much more
-    than a rounding does. So median and mean over the rows are held to the format's tolerance, or to a multiple of what
-    transformers itself loses in bf16 where that is more.
+    than a rounding does. So the better half and the better three quarters of the rows are held to the format's
+    tolerance, or to a multiple of what transformers itself loses in bf16 where that is more.
     """
     reference = reference_logits(checkpoint, prompt)
     assert ours.shape == reference.shape and ours.isfinite().all()
@@ -54,9 +54,10 @@ def compare_half_precision(checkpoint: Path, ours: torch.Tensor, prompt: Sequenc
         return (logits - reference).pow(2).mean(-1).sqrt() / reference.pow(2).mean(-1).sqrt()
 
     own, theirs = errors(ours), errors(half_precision_logits(checkpoint, prompt))
-    for name, a, b in (("median", own.median(), theirs.median()), ("mean", own.mean(), theirs.mean())):
-        allowed = max(HALF_PRECISION_FACTOR * float(b), LOGITS_IN_HALF_PRECISION)
-        assert a <= allowed, f"the {name} row is off by {float(a):.1e}, that of transformers by {float(b):.1e}"
+    for share in (0.5, 0.75):
+        a, b = float(own.quantile(share)), float(theirs.quantile(share))
+        allowed = max(HALF_PRECISION_FACTOR * b, LOGITS_IN_HALF_PRECISION)
+        assert a <= allowed, f"{share:.0%} of the rows are off by up to {a:.1e}, those of transformers by {b:.1e}"
 
 
 def compare_choices(reference: torch.Tensor, tokens: Sequence[int]) -> None:
