@@ -40,14 +40,14 @@ class FakeOpenAI:
         stream: pieces of the answer to every POST; each leaves by itself.
         status: of it; other than 200 the pieces are the body.
         routes: bodies of GETs by path; all others are 404.
-        hold: POSTs wait for it before their last piece.
+        ends: how many POSTs get their last piece; later ones stay open. None ends all.
         most: POSTs that ran at one time at most.
     """
 
     stream: Sequence[bytes] = field(default_factory=lambda: answer(" a", " b", " c", usage=USAGE))
     status: int = 200
     routes: dict[str, str] = field(default_factory=dict)
-    hold: asyncio.Event | None = None
+    ends: int | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
@@ -80,14 +80,15 @@ class FakeOpenAI:
         if self.status != 200:
             self._whole(writer, self.status, b"".join(self.stream))
             return
+        number = len(self.bodies)
         self.running += 1
         self.most = max(self.most, self.running)
         try:
             kind = b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
             writer.write(b"HTTP/1.1 200 OK\r\n" + kind)
             for position, piece in enumerate(self.stream):
-                if self.hold is not None and position == len(self.stream) - 1:
-                    await self.hold.wait()
+                if self.ends is not None and number > self.ends and position == len(self.stream) - 1:
+                    await asyncio.Event().wait()
                 writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
                 await writer.drain()
                 await asyncio.sleep(0)

@@ -111,7 +111,12 @@ def test_a_trace_keeps_times_lengths_and_shared_blocks(tmp_path: Path) -> None:
     )  # fmt: skip
     samples = trace_samples(IDS, file, None, speed=2.0, block_size=4)
     assert [s.arrival for s in samples] == [0.0, 0.5, 1.5, 1.75]
-    assert [(s.prompt_len, len(s.prompt), s.output_len) for s in samples] == [(8, 8, 1), (10, 10, 4), (9, 9, 5), (3, 3, 2)]
+    assert [(s.prompt_len, len(s.prompt), s.output_len) for s in samples] == [
+        (8, 8, 1),
+        (10, 10, 4),
+        (9, 9, 5),
+        (3, 3, 2),
+    ]
     first, second, third, _ = (s.prompt for s in samples)
     assert second[:8] == first and third[:4] == first[:4] and third[4:8] != first[4:8]
     assert len(trace_samples(IDS, file, 2, block_size=4)) == 2
@@ -172,7 +177,9 @@ def test_gaps_have_their_mean_and_spread(burstiness: float) -> None:
     assert statistics.pstdev(gaps) / statistics.fmean(gaps) == pytest.approx(burstiness**-0.5, rel=0.08)
 
 
-@pytest.mark.parametrize(("rate", "burstiness"), [(0.0, 1.0), (-1.0, 1.0), (math.nan, 1.0), (1.0, 0.0), (1.0, math.inf)])
+@pytest.mark.parametrize(
+    ("rate", "burstiness"), [(0.0, 1.0), (-1.0, 1.0), (math.nan, 1.0), (1.0, 0.0), (1.0, math.inf)]
+)
 def test_impossible_paces_are_refused(rate: float, burstiness: float) -> None:
-    with pytest.raises(ValueError, match="--(request-rate|burstiness)"):
+    with pytest.raises(ValueError, match=r"--(request-rate|burstiness)"):
         arrival_times(3, rate, burstiness=burstiness)

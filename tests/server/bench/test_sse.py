@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ _EVENTS = st.lists(st.lists(_LINES, min_size=1, max_size=3), max_size=6)
 def parse(stream: bytes, borders: list[int]) -> list[bytes]:
     parser, events = SSEParser(), []
     cuts = sorted({0, len(stream), *(border % (len(stream) + 1) for border in borders)})
-    for start, stop in zip(cuts, cuts[1:]):
+    for start, stop in pairwise(cuts):
         events += parser.feed(stream[start:stop])
     return events + parser.close()
 
@@ -33,7 +35,7 @@ def test_borders_and_line_ends_change_nothing(
 
 
 def test_every_single_border() -> None:
-    stream = "data: {\"é\": 1}\r\n\r\ndata:two\r\ndata\r\n\r\n\r\ndata: [DONE]\n\n".encode()
+    stream = 'data: {"é": 1}\r\n\r\ndata:two\r\ndata\r\n\r\n\r\ndata: [DONE]\n\n'.encode()
     for border in range(len(stream) + 1):
         assert parse(stream, [border]) == ['{"é": 1}'.encode(), b"two\n", b"[DONE]"]
     assert parse(stream, list(range(len(stream)))) == ['{"é": 1}'.encode(), b"two\n", b"[DONE]"]

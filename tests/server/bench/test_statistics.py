@@ -71,7 +71,12 @@ def test_results_count_only_what_succeeded() -> None:
     assert (got["total_input_tokens"], got["total_output_tokens"]) == (30, 4)
     assert (got["request_throughput"], got["output_throughput"], got["total_token_throughput"]) == (0.5, 1.0, 8.5)
     assert got["request_goodput"] == 0.25
-    assert (got["mean_ttft_ms"], got["mean_tpot_ms"], got["mean_itl_ms"], got["mean_e2el_ms"]) == (1000, 1500, 1500, 2500)
+    assert (got["mean_ttft_ms"], got["mean_tpot_ms"], got["mean_itl_ms"], got["mean_e2el_ms"]) == (
+        1000,
+        1500,
+        1500,
+        2500,
+    )
     assert got["max_concurrent_requests"] == 3 and got["tokens_per_piece"] == 1.0
     assert reasons(records) == {"HTTP 500: broken": 1}
 
