@@ -43,6 +43,7 @@ _OTHER_DATA = (
     _flag("trace-speed", "float", DATA, "trace: 2 replays in half the time.", default="1"),
     _flag("trace-block-size", "int", DATA, "trace: tokens that one of hash_ids stands for.", default="512"),
 )
+_UNTIMED_DATA = tuple(flag for flag in _OTHER_DATA if flag.name != "trace-speed")
 _FORM = (
     _flag("prompt-form", "text", DATA, "ids (completions only) or text.", default="ids; chat: text"),
     _flag("tokenizer", "text", DATA, "Folder or hub id; makes texts of exact length and counts those of sharegpt.",
@@ -164,7 +165,7 @@ TOOLS = (
         name="throughput",
         parent="bench",
         help="Load MODEL here, run many prompts at once and count tokens/s.",
-        flags=(*_DATA, *_THROUGHPUT_LENGTHS, *_SPREAD, *_OTHER_DATA, _LATENCY[-1], *_OUTPUT,
+        flags=(*_DATA, *_THROUGHPUT_LENGTHS, *_SPREAD, *_UNTIMED_DATA, _LATENCY[-1], *_OUTPUT,
                *flags_of(ENGINE, SHARED)),
         run=_bench_throughput,
     ),

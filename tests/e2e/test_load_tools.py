@@ -1,4 +1,4 @@
-"""`bench serve` against a real server of the demo model, and `bench latency`, `bench throughput` and `run-batch` with it.
+"""`bench serve` against a real server of the demo, and `bench latency`, `bench throughput` and `run-batch` with it.
 
 Not a measurement: figures are counted, never held against a time.
 """
@@ -59,12 +59,14 @@ def test_bench_serve_counts_what_the_server_counts(tmp_path: Path) -> None:
             for n in range(3)
         ))  # fmt: skip
         out = tmp_path / "chat.json"
-        moewe("bench", "serve", "--base-url", server.url, "--endpoint", "chat", "--dataset-name", "trace", "--dataset-path",
-              str(trace), "--trace-block-size", "32", "--tokenizer", "demo", "--output-json", str(out))  # fmt: skip
+        moewe("bench", "serve", "--base-url", server.url, "--endpoint", "chat", "--dataset-name", "trace",
+              "--dataset-path", str(trace), "--trace-block-size", "32", "--tokenizer", "demo",
+              "--output-json", str(out))  # fmt: skip
         assert record(out)["results"]["completed"] == 3
 
         command = [sys.executable, "-m", "moewe", "bench", "serve", "--base-url", server.url, "--api-key", "hush",
-                   "--num-prompts", "500", "--max-concurrency", "2", "--random-input-len", "4", "--random-output-len", "2"]  # fmt: skip
+                   "--num-prompts", "500", "--max-concurrency", "2", "--random-input-len", "4",
+                   "--random-output-len", "2"]  # fmt: skip
         before = server_count(server)
         running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         while server_count(server) < before + 4:
@@ -92,14 +94,15 @@ def test_offline_tools_and_batches(tmp_path: Path) -> None:
     results = record(out)["results"]
     assert (results["batches"], results["completed"], results["total_output_tokens"]) == (2, 4, 12)
     assert results["peak_memory_bytes"] > 1 << 28  # the weights alone are larger
-    moewe("bench", "throughput", *common, "--num-prompts", "3", "--input-len", "8", "--output-len", "3", "--output-json",
-          str(out))  # fmt: skip
+    moewe("bench", "throughput", *common, "--num-prompts", "3", "--input-len", "8", "--output-len", "3",
+          "--output-json", str(out))  # fmt: skip
     assert record(out)["results"]["total_output_tokens"] == 9
 
     lines = [
         {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions",
          "body": {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}},
-        {"custom_id": "bad", "method": "POST", "url": "/v1/completions", "body": {"model": "demo", "max_tokens": 0, "prompt": "x"}},
+        {"custom_id": "bad", "method": "POST", "url": "/v1/completions",
+         "body": {"model": "demo", "max_tokens": 0, "prompt": "x"}},
     ] + [
         {"custom_id": str(n), "method": "POST", "url": "/v1/completions",
          "body": {"model": "demo", "prompt": "The sea", "max_tokens": 2, "temperature": 0}} for n in range(5)
