@@ -50,6 +50,7 @@ def test_blocks_behind_the_window_serve_others(name, window_blocks):
     sizes = {"num_blocks": 64, "window_blocks": window_blocks, "block_size": 4}
     run = check(path, (40, 9), max_chunk_tokens=5, max_tokens=48, **sizes)
     assert run.num_preemptions == 0
+    assert run.groups[0].scheduler.config.groups[0].num_blocks == window_blocks
     ample = generate(
         path,
         [outcome.prompt for outcome in run.outcomes],
