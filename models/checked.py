@@ -266,27 +266,27 @@ def as_markdown() -> str:
         for name, row in CHECKED.items()
     ]
     checks = [f"| {name} | {check.what} | `{check.test.partition('::')[0]}` |" for name, check in CHECKS.items()]
-    return "\n".join([
-        "# Families",
-        "",
-        "Written by `make families` from `models/checked.py`; `moewe models` prints the same. Do not edit.",
-        "",
-        f"Each family is checked against transformers {TRANSFORMERS} on small random checkpoints that transformers wrote.",
-        "The published models of a family have the same fields and tensors; their own weights were not run here, but for",
-        "the demo's. A model_type that is not listed is refused by name, and so is a field that asks for something that",
-        "the family's entry does not do. [add-a-family.md](add-a-family.md) says how to add one.",
-        "",
-        "| model_type | models | shaped by | checked for | checkpoints |",
-        "| --- | --- | --- | --- | --- |",
-        *rows,
-        "",
-        "| check | what it says | test |",
-        "| --- | --- | --- |",
-        *checks,
-        "",
-        f"MoE families at {', '.join(MOE_TOPOLOGIES)}; dense families at {', '.join(DENSE_TOPOLOGIES)}; prompts in chunks",
-        f"of {', '.join(map(str, CHUNKS))} tokens. The default test run takes a part of these, `make slow` the rest.",
-    ]) + "\n"  # fmt: skip
+    topologies = f"MoE families at {', '.join(MOE_TOPOLOGIES)}; dense families at {', '.join(DENSE_TOPOLOGIES)}"
+    return f"""# Families
+
+Written by `make families` from `models/checked.py`; `moewe models` prints the same. Do not edit.
+
+Each family is checked against transformers {TRANSFORMERS} on small random checkpoints that transformers wrote.
+The published models of a family have the same fields and tensors; their own weights were not run here, but for
+the demo's. A model_type that is not listed is refused by name, and so is a field that asks for something that
+the family's entry does not do. [add-a-family.md](add-a-family.md) says how to add one.
+
+| model_type | models | shaped by | checked for | checkpoints |
+| --- | --- | --- | --- | --- |
+{chr(10).join(rows)}
+
+| check | what it says | test |
+| --- | --- | --- |
+{chr(10).join(checks)}
+
+{topologies}; prompts in chunks of
+{", ".join(map(str, CHUNKS))} tokens. The default test run takes a part of these, `make slow` the rest.
+"""
 
 
 if __name__ == "__main__":
