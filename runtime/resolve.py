@@ -107,6 +107,11 @@ def resolve(config: EngineConfig) -> Resolved:
     dtype = parse_format(model.dtype if config.model.dtype == "auto" else config.model.dtype)
     if config.model.dtype == "auto":
         log.info("dtype: %s, the checkpoint's", dtype.name)
+    if dtype.name == "float16" and model.dtype == "bfloat16":
+        log.warning(
+            "dtype float16: the checkpoint is bfloat16, whose values may be too large for it; a request that meets one "
+            "ends with an error; bfloat16 holds them all"
+        )
     _check_kv_format(config.cache, dtype)
     threads, cpus = _compute(config, topology)
     footprint = model_footprint(model, name=config.model.model, dtype=dtype)

@@ -219,7 +219,10 @@ class Scheduler:
     def _advance(self, request: Request, token: int, flag: int, logprobs: TokenLogprobs | None) -> SequenceUpdate:
         if flag == FINISH_ERROR:
             self._forget(request)
-            error = "the model's output for this request was not finite (NaN or infinite logits)"
+            error = (
+                "the model's output for this request was not finite (NaN or infinite numbers); where the server runs "
+                "with dtype float16, bfloat16 holds larger ones"
+            )
             return SequenceUpdate(request, [], (), "error", error)
         request.generated.append(token)
         reason = "stop" if flag == FINISH_STOP else "length" if flag == FINISH_LENGTH else None

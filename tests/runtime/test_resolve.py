@@ -9,11 +9,13 @@ import torch
 from moewe.quant import parse_format
 from moewe.runtime import resolve as resolve_module
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
+from moewe.runtime.kv_layout import kv_layout, step_limits
 from moewe.runtime.messages import KVAllocated, Loaded
 from moewe.runtime.processes.launch import EngineStart
 from moewe.runtime.prompts import model_tokenizer
 from moewe.runtime.ranges import DTYPES
 from moewe.runtime.resolve import check_checkpoint, kv_blocks, rank_cpus, resolve
+from moewe.runtime.scheduling.limits import GroupLimits
 from moewe.runtime.start_up import check_blocks, stall_limits
 from moewe.topologies import KVGroup, StepLimits
 from tests.support.chain import FIRST_ID, chain
@@ -212,6 +214,33 @@ def test_what_reads_like_a_slip_is_said_only_when_it_runs(host, caplog):
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_spelling_of_a_dtype_is_a_format(name):
     assert parse_format(name).name in ("bfloat16", "float16", "float32")
+
+
+@pytest.mark.parametrize(("own", "asked", "warns"), [("bfloat16", "float16", True), ("bfloat16", "auto", False),
+                                                   ("float32", "float16", False)])  # fmt: skip
+def test_float16_for_a_bfloat16_checkpoint_is_warned_of(host, caplog, own, asked, warns):
+    path = str(checkpoint("T-QW3", dtype=own))
+    resolve(config(model={"path": path, "dtype": asked}))
+    assert any("whose values may be too large" in line for line in caplog.messages) == warns
+
+
+def test_kv_of_windows_is_sized_logged_and_reaches_the_length(host, caplog):
+    caplog.set_level("INFO")
+    windowed = {"model": {"path": str(checkpoint("T-GOS"))}}
+    found = resolve(config(**windowed))
+    window, full = found.budget.group_blocks
+    assert full == found.config.cache.num_blocks > window == 64 * 2 + 512 // 16 + 64
+    assert any(f"KV: window8 {window}, full {full} blocks of 16 tokens a rank" in line for line in caplog.messages)
+    assert found.config.model.max_model_len == found.model.max_position_embeddings
+    layout = kv_layout(found.footprint.kv_groups, step_limits(found.config), 5)
+    assert layout.num_blocks == (5, 5) and layout.max_model_len == 80
+    assert layout.groups == (GroupLimits(num_blocks=5, kind="window", window=8), GroupLimits(num_blocks=5))
+
+
+def test_latent_kv_is_as_wide_as_its_rows(host):
+    found = resolve(config(model={"path": str(checkpoint("T-DS2"))}))
+    latent = found.model.latent
+    assert found.footprint.kv_bytes_per_token == (latent.kv_rank + latent.rope_dim) * found.model.num_layers * 4
 
 
 @pytest.mark.parametrize("asked", ["auto", "float32", "fp32"])

@@ -50,6 +50,63 @@ def test_a_sequence_that_is_not_finite_ends_alone(topology, value):
     compare_runs(later, alone.outcomes)
 
 
+@pytest.mark.parametrize("name", ["T-GOS", "T-DS2"])
+def test_with_windows_and_latents_too_an_ill_sequence_harms_nobody_who_takes_its_blocks(name):
+    """Blocks of a window change hands while their owner runs: it is ill at its last token, others hold its first."""
+    path = ill_checkpoint(name)
+    prompts = [healthy_prompt(length, seed=length) for length in (40, 30, 9)]
+    setup = Setup(num_blocks=70, block_size=2, max_chunk_tokens=8)
+    alone = generate(path, prompts, params=greedy(12), setup=setup)
+    with Group(path, setup) as group:
+        mates = [group.submit(str(i), prompt, greedy(12)) for i, prompt in enumerate(prompts)]
+        ill = group.submit("ill", [*healthy_prompt(29, seed=4), ILL], greedy(8))
+        group.run()
+        later = [group.submit(f"later {i}", prompt, greedy(12)) for i, prompt in enumerate(prompts)]
+        group.run()
+        for layer in range(group.model.num_layers):
+            assert all(bool(torch.isfinite(part).all()) for part in group.workers[0].storage.layer(layer))
+    assert (ill.tokens, ill.finish_reason) == ([], "error")
+    compare_runs(mates, alone.outcomes)
+    compare_runs(later, alone.outcomes)
+
+
+def test_what_float16_cannot_hold_ends_one_request_with_a_hint():
+    """A weight of 7e4 is finite in the checkpoint and in bfloat16."""
+    path = ill_checkpoint(value=7e4)
+    prompt = healthy_prompt(20, seed=1)
+    with Group(path, Setup(dtype="float16")) as group:
+        ill = group.submit("ill", [5, ILL, 7], greedy(8))
+        mate = group.submit("mate", prompt, greedy(8))
+        group.run()
+    assert (ill.tokens, ill.finish_reason) == ([], "error")
+    assert "not finite" in ill.error and "bfloat16" in ill.error
+    assert (len(mate.tokens), mate.finish_reason) == (8, "length")
+    fine = generate(path, [[5, ILL, 7]], setup=Setup(dtype="bfloat16"), params=greedy(8)).outcomes[0]
+    assert (len(fine.tokens), fine.finish_reason) == (8, "length")
+
+
+@pytest.mark.parametrize(("max_tokens", "long"), [(4, False), (60, True)])
+def test_rows_of_sequences_that_may_grow_long_are_marked(max_tokens, long):
+    with Group(checkpoint("T-PHI"), Setup()) as group:
+        scaling = group.model.rotary.scaling
+        assert 30 < scaling.original_max_position < 70
+        seen = []
+        group.workers[0].observer = lambda forward, hidden, ids: seen.append(forward.long_rows.tolist())
+        group.submit("a", random_prompt(10), greedy(max_tokens))
+        group.run()
+    assert seen[0] == [long] * 10
+    assert all(marks == [long] for marks in seen[1:])
+
+
+def test_other_models_mark_no_rows():
+    with Group(checkpoint("T-MIX"), Setup()) as group:
+        seen = []
+        group.workers[0].observer = lambda forward, hidden, ids: seen.append(forward.long_rows)
+        group.submit("a", random_prompt(10), greedy(2))
+        group.run()
+    assert seen == [None, None]
+
+
 def test_a_long_prompt_that_is_not_finite_ends_at_its_first_ill_chunk():
     path = ill_checkpoint()
     prompt = healthy_prompt(100, seed=1)
