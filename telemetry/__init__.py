@@ -1,6 +1,7 @@
-"""Counters and signs of life (level 0)."""
+"""Counters, signs of life and memory of processes (level 0)."""
 
 from .counters import COMPONENTS, PHASES, RankCounters
+from .memory import peak_of, peak_of_family
 from .progress import ProgressBoard, RankProgress
 
-__all__ = ["COMPONENTS", "PHASES", "ProgressBoard", "RankCounters", "RankProgress"]
+__all__ = ["COMPONENTS", "PHASES", "ProgressBoard", "RankCounters", "RankProgress", "peak_of", "peak_of_family"]

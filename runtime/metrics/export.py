@@ -7,6 +7,7 @@ Units: seconds of the monotonic clock, tokens, bytes.
 
 from __future__ import annotations
 
+import os
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -23,6 +24,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from ...telemetry import peak_of
 from ..messages import Delta, Ready, Stats
 from .ranks import ReplicaMetrics
 from .table import BY_NAME
@@ -176,6 +178,9 @@ class Metrics(Collector):
             "moewe_prompt_tokens_total": [((), self.totals.prompt_tokens)],
             "moewe_generation_tokens_total": [((), self.totals.generation_tokens)],
         }
+        pids = [pid for replica in self.replicas.values() if replica.ready is not None for pid in replica.ready.pids]
+        if (peak := peak_of([os.getpid(), *pids])) is not None:  # an engine is the parent of its ranks
+            values["moewe_peak_memory_bytes"] = [((), peak)]
         for replica in sorted(self.replicas):
             for name, labels, value in self.replicas[replica].samples():
                 values.setdefault(name, []).append((labels, value))

@@ -123,6 +123,13 @@ METRICS: tuple[Metric, ...] = (
         "measured in a cache: the saturation ratio then says nothing about memory.",
     ),
     Metric("moewe_weight_bytes", "gauge", _RANK, "bytes", "Weights that the rank holds."),
+    Metric(
+        "moewe_peak_memory_bytes",
+        "gauge",
+        (),
+        "bytes",
+        "Host memory: sum of the largest resident sets of server, engines and ranks; shared pages count for each.",
+    ),
     Metric("moewe_expert_tokens_total", "counter", _RANK, "tokens", "Rows that routed experts of the rank computed."),
     Metric(
         "moewe_expert_imbalance_ratio",

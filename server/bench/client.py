@@ -24,23 +24,27 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 30.0
 READ_BYTES = 1 << 16
+_HEADERS = {"content-type": "application/json", "accept": "text/event-stream", "accept-encoding": "identity"}
 _ENCODER = msgspec.json.Encoder()
 
 
 @asynccontextmanager
-async def connections(headers: Mapping[str, str], timeout: float | None) -> AsyncIterator[aiohttp.ClientSession]:
+async def connections(
+    headers: Mapping[str, str], timeout: float | None, *, proxies: bool = True
+) -> AsyncIterator[aiohttp.ClientSession]:
     """Open a pool of connections without a limit on their number.
 
     Args:
         headers: sent with every request.
         timeout: seconds that a request may take in all; None lets it take its time.
+        proxies: heed the proxies of the environment.
     """
     import aiohttp
 
     limits = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_TIMEOUT_S)
     pool = aiohttp.TCPConnector(limit=0, ttl_dns_cache=300)
     async with aiohttp.ClientSession(
-        connector=pool, timeout=limits, headers=dict(headers), read_bufsize=READ_BYTES, trust_env=True
+        connector=pool, timeout=limits, headers=dict(headers), read_bufsize=READ_BYTES, trust_env=proxies
     ) as session:
         yield session
 
@@ -67,11 +71,11 @@ class Client:
         body = _ENCODER.encode(self._dialect.body(sample))
         record.started = time.perf_counter()
         try:
-            async with self._session.post(
-                self._url, data=body, headers={"content-type": "application/json", "accept": "text/event-stream"}
-            ) as response:
+            async with self._session.post(self._url, data=body, headers=_HEADERS, allow_redirects=False) as response:
                 if response.status != 200:
                     record.error = f"HTTP {response.status}: {error_message(_json(await response.read()))}"
+                elif response.content_type != "text/event-stream":
+                    record.error = f"the answer is no stream of events but {response.content_type}"
                 else:
                     await self._read(response.content, record)
         except TimeoutError:

@@ -6,6 +6,7 @@ again. Throughput: all prompts at once. Units: seconds, tokens, bytes.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,12 +17,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ...runtime.params import SamplingParams
+from ...telemetry import peak_of_family
 from ..cli_local import start
 from ..cli_values import Settings
 from ..stdout import put
 from .chosen import chosen_files, chosen_samples, dataset_name
 from .datasets import FIRST_ID, Prompts, Sample
-from .memory import peak_memory_bytes
 from .plot import plot
 from .records import RequestRecord
 from .report import record, show, write_json
@@ -141,7 +142,7 @@ def _content(
     **more: int,
 ) -> dict[str, Any]:
     figures |= {"errors": reasons(records)}
-    if (peak := peak_memory_bytes()) is not None:
+    if (peak := peak_of_family(os.getpid())) is not None:
         figures["peak_memory_bytes"] = peak
     config = session.resolved.config
     facts = {

@@ -138,7 +138,8 @@ async def measure(run: Run, console: Console) -> tuple[LoadResult, dict[str, Any
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stop.set)
     try:
-        async with connections(run.target.headers, run.tool.get("timeout")) as session:
+        proxies = not run.target.local
+        async with connections(run.target.headers, run.tool.get("timeout"), proxies=proxies) as session:
             server = await _unless(stop, server_facts(session, run.target.root, run.target.api))
             run.settings["model"] = _model(run, server)
             client = Client(session, run.target.url, _dialect(run))

@@ -21,7 +21,7 @@ INTERVAL_S = 1.0
 TIMEOUT_S = 3.0
 # Sums over all labels; the first name that a server has counts.
 PREEMPTIONS = ("moewe_preemptions_total", "vllm:num_preemptions_total", "sglang:num_retracted_requests_total")
-MEMORY = ("moewe_resident_memory_bytes", "process_resident_memory_bytes")
+MEMORY = ("moewe_peak_memory_bytes", "process_resident_memory_bytes")
 WEIGHTS = ("moewe_weight_bytes",)
 # The greatest over all labels.
 KV_USAGE = ("moewe_kv_usage_ratio", "vllm:kv_cache_usage_perc", "sglang:token_usage")

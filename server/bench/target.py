@@ -35,6 +35,12 @@ class Target:
     chat: bool
     headers: Mapping[str, str] = field(repr=False)
 
+    @property
+    def local(self) -> bool:
+        """True for this machine, which no proxy can reach for us."""
+        host = urlsplit(self.root).hostname or ""
+        return host in ("localhost", "::1") or host.startswith("127.")
+
 
 def read_target(tool: Mapping[str, Any], environment: Mapping[str, str]) -> Target:
     """Return the server that flags and environment name.

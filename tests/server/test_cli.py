@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import socket
 import subprocess
@@ -27,16 +26,6 @@ def run(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     out, err = capfd.readouterr()
     assert isinstance(left.value.code, int)
     return left.value.code, out, err
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_before() -> Iterator[None]:
-    root, ours = logging.getLogger(), logging.getLogger("moewe")
-    handlers, levels = root.handlers[:], (root.level, ours.level)
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(levels[0])
-    ours.setLevel(levels[1])
 
 
 @pytest.fixture

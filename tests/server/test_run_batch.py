@@ -62,7 +62,8 @@ def test_both_urls_are_answered_as_the_server_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [{"prompt": "hi", "max_tokens": 0}, {"prompt": [9999]}, {"prompt": "hi", "model": "x"}, {"promt": "hi"}, {}]
+    "body",
+    [{"prompt": "hi", "max_tokens": 0}, {"prompt": [9999]}, {"prompt": "hi", "model": "x"}, {"prompts": "hi"}, {}],
 )
 def test_refusals_are_word_for_word_those_of_the_server(body: dict[str, Any]) -> None:
     asked = line(**body)

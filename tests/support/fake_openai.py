@@ -38,6 +38,7 @@ class FakeOpenAI:
 
     Attributes:
         stream: pieces of the answer to every POST; each leaves by itself.
+        kind: content type of streams.
         status: of it; other than 200 the pieces are the body.
         routes: bodies of GETs by path; all others are 404.
         ends: how many POSTs get their last piece; later ones stay open. None ends all.
@@ -45,6 +46,7 @@ class FakeOpenAI:
     """
 
     stream: Sequence[bytes] = field(default_factory=lambda: answer(" a", " b", " c", usage=USAGE))
+    kind: str = "text/event-stream"
     status: int = 200
     routes: dict[str, str] = field(default_factory=dict)
     ends: int | None = None
@@ -84,8 +86,8 @@ class FakeOpenAI:
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            kind = b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-            writer.write(b"HTTP/1.1 200 OK\r\n" + kind)
+            kind = f"content-type: {self.kind}\r\ntransfer-encoding: chunked\r\n\r\n"
+            writer.write(b"HTTP/1.1 200 OK\r\n" + kind.encode())
             for position, piece in enumerate(self.stream):
                 if self.ends is not None and number > self.ends and position == len(self.stream) - 1:
                     await asyncio.Event().wait()

@@ -76,7 +76,7 @@ def test_reasons_are_one_short_line() -> None:
 def test_where_a_server_is(base: str, endpoint: str, root: str, url: str) -> None:
     target = read_target({"base_url": base, "endpoint": endpoint}, {})
     assert (target.root, target.api, target.url) == (root, f"{root}/v1", url)
-    assert target.chat is ("chat" in url) and target.headers == {}
+    assert target.chat is ("chat" in url) and target.headers == {} and target.local is ("::1" in base)
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,11 @@ def test_error_statuses_are_failures_with_reasons(body: bytes, says: str) -> Non
     assert ask(FakeOpenAI(status=404, stream=[body])).error == says
 
 
+def test_an_answer_that_is_no_stream_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeOpenAI(kind="application/json", stream=[b"{}"])
+    assert ask(fake).error == "the answer is no stream of events but application/json"
+
+
 def test_a_dead_server_and_one_that_takes_too_long() -> None:
     async def dead() -> RequestRecord:
         async with serving(FakeOpenAI()) as fake:

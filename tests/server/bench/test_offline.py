@@ -1,4 +1,4 @@
-"""`bench latency` and `bench throughput` over a scripted session, and memory as /proc tells it."""
+"""`bench latency` and `bench throughput` over a scripted session."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 from moewe.runtime.messages import Delta
 from moewe.runtime.params import SamplingParams
 from moewe.server.bench import offline
-from moewe.server.bench.memory import peak_memory_bytes
 from moewe.server.cli_values import Settings
 
 
@@ -109,13 +108,3 @@ def test_an_interruption_shows_what_had_ended(run: Any, capsys: pytest.CaptureFi
 def test_nothing_to_measure_is_refused(run: Any, name: str) -> None:
     with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} 0"):
         run(offline.bench_latency, FakeSession(), **{name: 0})
-
-
-def test_memory_is_that_of_the_process_and_all_below_it(tmp_path: Path) -> None:
-    for pid, parent, peak in ((1, 0, 9000), (10, 1, 100), (11, 10, 20), (12, 11, 3), (13, 1, 9000)):
-        (tmp_path / str(pid)).mkdir()
-        (tmp_path / str(pid) / "status").write_text(f"Name:\tx\nPid:\t{pid}\nPPid:\t{parent}\nVmHWM:\t {peak} kB\n")
-    (tmp_path / "14").mkdir()
-    (tmp_path / "14" / "status").write_text("Name:\tkthread\nPid:\t14\nPPid:\t10\n")
-    assert peak_memory_bytes(10, tmp_path) == 123 * 1024
-    assert peak_memory_bytes(99, tmp_path) is None
