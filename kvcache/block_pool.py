@@ -1,7 +1,7 @@
-"""Which KV blocks of one rank and cache group are free.
+"""Which KV blocks of one cache group are free, on every rank.
 
 Not storage (kvcache/storage.py) and not a policy: it hands out ids and takes them back, same calls same ids.
-Shapes: block ids are i32 arrays `[n]`, each in [0, num_blocks).
+Shapes: W ranks, each with blocks of its own; ranks i64 and block ids i32 are arrays `[n]`, ids in [0, num_blocks).
 """
 
 from __future__ import annotations
@@ -14,76 +14,95 @@ class OutOfBlocks(RuntimeError):
 
 
 class BlockPool:
-    """A stack of free block ids: fresh ones come lowest first, returned ones are the next to be given out.
+    """A stack of free block ids for each rank: fresh ones come lowest first, returned ones are the next to be given.
+
+    A step touches some blocks of many ranks, so both calls take them all at once: a few numpy operations, however many
+    ranks there are.
 
     Args:
-        num_blocks: how many blocks the pool owns.
+        num_blocks: how many blocks each rank owns.
+        num_ranks: W.
+
+    Attributes:
+        num_free: [W] i64, blocks that `allocate` can still give; read only.
 
     Example:
-        >>> pool = BlockPool(4)
-        >>> pool.allocate(2).tolist()
-        [0, 1]
-        >>> pool.free(np.array([0, 1], np.int32)); pool.allocate(3).tolist()
-        [0, 1, 2]
+        >>> pool = BlockPool(4, num_ranks=2)
+        >>> pool.allocate(np.array([0, 0, 1])).tolist()
+        [0, 1, 0]
+        >>> pool.free(np.array([0, 0]), np.array([0, 1], np.int32)); pool.allocate(np.array([0, 0, 0, 1])).tolist()
+        [0, 1, 2, 1]
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_ranks: int = 1) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks={num_blocks} is not allowed; a pool needs at least 1 block")
-        self.num_blocks = num_blocks
-        self._stack = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # [num_blocks], free ids are [:_num_free]
-        self._used = np.zeros(num_blocks, np.bool_)
-        self._num_free = num_blocks
+        self.num_blocks, self.num_ranks = num_blocks, num_ranks
+        fresh = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._stack = np.repeat(fresh[None], num_ranks, 0)  # [W, num_blocks], free ids are [:num_free]
+        self._used = np.zeros((num_ranks, num_blocks), np.bool_)
+        self.num_free = np.full(num_ranks, num_blocks, np.int64)
 
     @property
-    def num_free(self) -> int:
-        """Blocks that `allocate` can still give."""
-        return self._num_free
+    def num_used(self) -> np.ndarray:
+        """Blocks given out and not returned, [W]."""
+        used: np.ndarray = self.num_blocks - self.num_free
+        return used
 
-    @property
-    def num_used(self) -> int:
-        """Blocks given out and not returned."""
-        return self.num_blocks - self._num_free
-
-    def allocate(self, n: int) -> np.ndarray:
-        """Return `n` block ids, [n] i32; raises OutOfBlocks and changes nothing when fewer are free."""
-        if not 0 <= n <= self._num_free:
-            raise OutOfBlocks(f"{n} blocks asked for, {self._num_free} of {self.num_blocks} are free")
-        rest = self._num_free - n
-        ids = self._stack[rest : self._num_free][::-1].copy()
-        self._used[ids] = True
-        self._num_free = rest
+    def allocate(self, ranks: np.ndarray) -> np.ndarray:
+        """Return a block of each of `ranks`, ascending, [n] i32; raises OutOfBlocks, changing nothing, if one lacks."""
+        counts = np.bincount(ranks, minlength=self.num_ranks)
+        if (counts > self.num_free).any():
+            rank = int(np.argmax(counts - self.num_free))
+            raise OutOfBlocks(
+                f"{counts[rank]} blocks asked for on rank {rank}, {self.num_free[rank]} of {self.num_blocks} are free"
+            )
+        ids: np.ndarray = self._stack[ranks, self.num_free[ranks] - 1 - _places(ranks, counts)]
+        self._used[ranks, ids] = True
+        self.num_free -= counts
         return ids
 
-    def free(self, ids: np.ndarray) -> None:
-        """Take back `ids` [n] i32; raises ValueError and changes nothing when one of them is not given out."""
-        n = len(ids)
-        if n == 0:
+    def free(self, ranks: np.ndarray, ids: np.ndarray) -> None:
+        """Take back blocks `ids` of `ranks`, ascending; raises ValueError, changing nothing, if one is not in use."""
+        if not len(ids):
             return
-        outside = int(ids.min()) < 0 or int(ids.max()) >= self.num_blocks
-        if outside or len(set(ids.tolist())) != n or not self._used[ids].all():
+        inside = int(ids.min()) >= 0 and int(ids.max()) < self.num_blocks
+        counts = np.bincount(ranks, minlength=self.num_ranks)
+        if not inside or not self._used[ranks, ids].all() or _holds_twice(ranks * self.num_blocks + ids):
             raise ValueError(f"blocks {ids.tolist()} were freed, but not all of them are in use")
-        self._used[ids] = False
-        self._stack[self._num_free : self._num_free + n] = ids[::-1]
-        self._num_free += n
+        self._used[ranks, ids] = False
+        self._stack[ranks, self.num_free[ranks] + counts[ranks] - 1 - _places(ranks, counts)] = ids
+        self.num_free += counts
 
-    def used_ids(self) -> np.ndarray:
-        """Return the ids given out and not returned, ascending, i32."""
-        return np.flatnonzero(self._used).astype(np.int32)
+    def used_ids(self, rank: int = 0) -> np.ndarray:
+        """Return the ids of `rank` given out and not returned, ascending, i32."""
+        return np.flatnonzero(self._used[rank]).astype(np.int32)
 
     def is_whole(self) -> bool:
-        """Tell whether every block is free, exactly once."""
+        """Tell whether every block of every rank is free, exactly once."""
         everything = np.arange(self.num_blocks, dtype=np.int32)
         return (
-            self._num_free == self.num_blocks
+            bool((self.num_free == self.num_blocks).all())
             and not self._used.any()
-            and np.array_equal(np.sort(self._stack), everything)
+            and bool((np.sort(self._stack, 1) == everything).all())
         )
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless every block is exactly once either free or used."""
-        free = self._stack[: self._num_free]
-        assert 0 <= self._num_free <= self.num_blocks, self._num_free
-        assert np.unique(free).size == free.size, "a block is free twice"
-        assert not self._used[free].any(), "a block is free and used"
-        assert int(self._used.sum()) + free.size == self.num_blocks, "a block is neither free nor used"
+        """Raise AssertionError unless every block of every rank is exactly once either free or used."""
+        assert ((self.num_free >= 0) & (self.num_free <= self.num_blocks)).all(), self.num_free
+        for rank, num_free in enumerate(self.num_free.tolist()):
+            free = self._stack[rank, :num_free]
+            assert np.unique(free).size == free.size, f"a block of rank {rank} is free twice"
+            assert not self._used[rank, free].any(), f"a block of rank {rank} is free and used"
+            assert int(self._used[rank].sum()) + free.size == self.num_blocks, f"rank {rank} has lost a block"
+
+
+def _places(ranks: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the number of each entry among those of its rank, [n]; `ranks` are ascending, `counts` [W] theirs."""
+    places: np.ndarray = np.arange(len(ranks)) - (np.cumsum(counts) - counts)[ranks]
+    return places
+
+
+def _holds_twice(values: np.ndarray) -> bool:
+    ordered = np.sort(values)
+    return bool((ordered[1:] == ordered[:-1]).any())

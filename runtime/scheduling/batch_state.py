@@ -27,11 +27,13 @@ class BatchState:
         known: i32, tokens it was admitted with; it samples first when all of them are in KV.
         limit: i32, tokens in KV when its last token is sampled (`max_length - 1`).
         granted: i32, blocks that it was given in each group so far: always ceil(computed / block_size).
+        constrained: bool, it samples only with a mask of its own.
+        held: bool, constrained and the mask of its next token has not come: it runs no row that samples.
         first: [G, W, S] i32, how many of them are behind what its rows can see, and were freed.
         tables: [G, W, S, B] i32, block ids; of a row only [first, granted) mean anything.
         free_blocks: [G, W] i64, free blocks of a rank.
         num_blocks: [G] i64, blocks of a rank.
-        pools: `pools[rank][group]`.
+        pools: [G], free blocks of every rank.
         requests: `requests[rank][slot]`, None where free.
     """
 
@@ -44,12 +46,14 @@ class BatchState:
         self.known = np.zeros((ranks, slots), np.int32)
         self.limit = np.zeros((ranks, slots), np.int32)
         self.granted = np.zeros((ranks, slots), np.int32)
+        self.constrained = np.zeros((ranks, slots), np.bool_)
+        self.held = np.zeros((ranks, slots), np.bool_)
         self.first = np.zeros((groups, ranks, slots), np.int32)
         # Zeros, not -1: pages of it that are never used are never touched.
         self.tables = np.zeros((groups, ranks, slots, config.max_blocks_per_sequence), np.int32)
         self.num_blocks = np.array([group.num_blocks for group in config.groups])
         self.free_blocks = np.repeat(self.num_blocks[:, None], ranks, 1)
-        self.pools = [[BlockPool(group.num_blocks) for group in config.groups] for _ in range(ranks)]
+        self.pools = [BlockPool(group.num_blocks, ranks) for group in config.groups]
         self._windowed = [(g, group.kind, group.window) for g, group in enumerate(config.groups) if group.is_windowed]
         self.requests: list[list[Request | None]] = [[None] * slots for _ in range(ranks)]
 
@@ -67,6 +71,7 @@ class BatchState:
         self.computed[rank, slot] = 0
         self.known[rank, slot] = request.num_tokens
         self.limit[rank, slot] = request.max_length - 1
+        self.constrained[rank, slot], self.held[rank, slot] = request.constrained, request.awaits_mask
         self.requests[rank][slot] = request
         request.rank, request.slot, request.sequence_id = rank, slot, sequence_id
 
@@ -75,12 +80,13 @@ class BatchState:
         rank, slot = request.rank, request.slot
         assert self.requests[rank][slot] is request, f"{request.request_id} is not in slot {slot} of rank {rank}"
         granted = int(self.granted[rank, slot])
-        for group, pool in enumerate(self.pools[rank]):
+        for group, pool in enumerate(self.pools):
             first = int(self.first[group, rank, slot])
-            pool.free(self.tables[group, rank, slot, first:granted])
+            pool.free(np.full(granted - first, rank), self.tables[group, rank, slot, first:granted])
             self.free_blocks[group, rank] += granted - first
         self.phase[rank, slot] = FREE
         self.sequence_id[rank, slot] = -1
+        self.constrained[rank, slot] = self.held[rank, slot] = False
         self.computed[rank, slot] = self.known[rank, slot] = self.limit[rank, slot] = self.granted[rank, slot] = 0
         self.first[:, rank, slot] = 0
         self.requests[rank][slot] = None
@@ -102,11 +108,13 @@ class BatchState:
             held_from[ranks, slots] += counts
             owners, slots = np.repeat(ranks, counts), np.repeat(slots, counts)  # [n], an entry a block, ranks ascending
             ids = self.tables[group, owners, slots, np.repeat(start, counts) + _counting(counts)]
-            freed = np.bincount(owners, minlength=self.config.num_ranks)
-            ends = np.cumsum(freed)
-            for rank in np.flatnonzero(freed).tolist():
-                self.pools[rank][group].free(ids[ends[rank] - freed[rank] : ends[rank]])
-            self.free_blocks[group] += freed
+            self.pools[group].free(owners, ids)
+            self.free_blocks[group] += np.bincount(owners, minlength=self.config.num_ranks)
+
+    def reenter(self, places: np.ndarray) -> None:
+        """Let decoding sequences run their last known token as the end of a prompt next; `places` [W, S] bool."""
+        self.known[places] = self.computed[places] + 1
+        self.phase[places] = PREFILL
 
     def growing(self, decoding: np.ndarray) -> np.ndarray:
         """Return which of `decoding` [W, S] bool need one more block to run one more token."""
@@ -123,15 +131,14 @@ class BatchState:
             For each rank, `RankPlan.grants`: i32 rows (group, slot, index, block).
         """
         num_ranks, num_groups = self.config.num_ranks, len(self.config.groups)
-        counts = np.bincount(ranks, minlength=num_ranks)
-        takers = [(rank, count) for rank, count in enumerate(counts.tolist()) if count]
-        if not takers:
+        if not len(ranks):
             return [b""] * num_ranks
+        counts = np.bincount(ranks, minlength=num_ranks)
         rows = np.empty((len(ranks), num_groups, 4), "<i4")
         rows[:, :, 1] = slots[:, None]
         rows[:, :, 2] = indices[:, None]
-        for group in range(num_groups):
-            ids = np.concatenate([self.pools[rank][group].allocate(count) for rank, count in takers])
+        for group, pool in enumerate(self.pools):
+            ids = pool.allocate(ranks)
             self.tables[group, ranks, slots, indices] = ids
             rows[:, group, 0] = group
             rows[:, group, 3] = ids
@@ -168,10 +175,10 @@ class BatchState:
             return f"{int(np.count_nonzero(self.phase))} slots are taken"
         if self.granted.any() or self.first.any() or self.computed.any():
             return "a free slot holds blocks"
-        for rank, pools in enumerate(self.pools):
-            if not all(pool.is_whole() for pool in pools):
-                used = [pool.num_used for pool in pools]
-                return f"KV blocks in use on rank {rank}, by cache group: {used} of {self.num_blocks.tolist()}"
+        for group, pool in enumerate(self.pools):
+            if not pool.is_whole():
+                used = pool.num_used.tolist()
+                return f"KV blocks of cache group {group} in use, by rank: {used} of {pool.num_blocks}"
         if (self.free_blocks != self.num_blocks[:, None]).any():
             return f"free blocks are counted as {self.free_blocks.tolist()} of {self.num_blocks.tolist()}"
         return None
@@ -187,24 +194,29 @@ class BatchState:
             visible = first_visible_rows(group.kind, group.window, self.computed) // self.config.block_size
             assert (self.first[g] <= visible).all(), "a block was freed that a row will see"
             assert (self.first[g] <= self.granted).all(), "a block was freed that was never given"
+        assert not (self.held & ~self.constrained).any(), "a sequence waits for a mask that it does not need"
+        assert not self.constrained[~taken].any(), "a free slot is constrained"
         assert not self.computed[~taken].any(), "a free slot has tokens in KV"
         assert (self.computed[taken] <= self.limit[taken]).all(), "a sequence was planned beyond its limit"
         assert ((self.computed < self.known) == (self.phase == PREFILL))[taken].all(), "a phase is wrong"
         ids = self.sequence_id[taken]
         assert np.unique(ids).size == ids.size, "a sequence is in two slots"
-        for rank, pools in enumerate(self.pools):
-            for g, pool in enumerate(pools):
-                pool.check_invariants()
-                places = np.arange(self.tables.shape[3])
-                rows = (places >= self.first[g, rank][:, None]) & (places < self.granted[rank][:, None])
-                held = np.sort(self.tables[g, rank][rows])
-                assert np.array_equal(held, pool.used_ids()), f"tables of rank {rank} and its pool disagree"
-                assert pool.num_free == self.free_blocks[g, rank], f"free blocks of rank {rank} are miscounted"
+        for g, pool in enumerate(self.pools):
+            pool.check_invariants()
+            places = np.arange(self.tables.shape[3])
+            rows = (places >= self.first[g][:, :, None]) & (places < self.granted[:, :, None])
+            for rank in range(self.config.num_ranks):
+                held = np.sort(self.tables[g, rank][rows[rank]])
+                assert np.array_equal(held, pool.used_ids(rank)), f"tables of rank {rank} and its pool disagree"
+            assert (pool.num_free == self.free_blocks[g]).all(), f"free blocks of group {g} are miscounted"
+        for rank in range(self.config.num_ranks):
             for slot, request in enumerate(self.requests[rank]):
                 assert (request is not None) == bool(taken[rank, slot]), f"slot {slot} of rank {rank}"
                 if request is not None:
                     assert (request.rank, request.slot, request.state) == (rank, slot, RequestState.RUNNING)
                     assert request.sequence_id == self.sequence_id[rank, slot]
+                    marks = (bool(self.constrained[rank, slot]), bool(self.held[rank, slot]))
+                    assert marks == (request.constrained, request.awaits_mask), f"{request.request_id}: {marks}"
 
 
 def split_rows(data: bytes, counts: np.ndarray, *, row_bytes: int) -> list[bytes]:

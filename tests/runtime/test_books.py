@@ -19,9 +19,9 @@ from tests.support.null_worker import NullEngine, make_request
 from tests.support.polling import finish
 
 LEAKS = {
-    "leaked blocks": lambda batch: batch.pools[1][0].allocate(3),
+    "leaked blocks": lambda batch: batch.pools[0].allocate(np.array([1, 1, 1])),
     "miscounted": lambda batch: batch.free_blocks.__isub__(2),
-    "free twice": lambda batch: batch.pools[0][0]._stack.__setitem__(3, 4),
+    "free twice": lambda batch: batch.pools[0]._stack.__setitem__((0, 3), 4),
     "held by nobody": lambda batch: batch.granted.__setitem__((0, 2), 1),
 }
 
@@ -29,11 +29,12 @@ LEAKS = {
 def test_a_pool_is_whole_when_every_block_is_free_once():
     pool = BlockPool(8)
     assert pool.is_whole()
-    ids = pool.allocate(3)
+    ranks = np.zeros(3, np.int64)
+    ids = pool.allocate(ranks)
     assert not pool.is_whole()
-    pool.free(ids[::-1])
+    pool.free(ranks, ids[::-1])
     assert pool.is_whole()
-    pool._stack[2] = pool._stack[3]
+    pool._stack[0, 2] = pool._stack[0, 3]
     assert not pool.is_whole()
 
 
@@ -93,7 +94,7 @@ def test_workers_forget_too_when_books_are_rebuilt():
             engine.scheduler.abort(request.request_id)
         engine.run()
         engine.check_tokens(requests, except_for=[request.request_id for request in requests[::3]])
-        engine.scheduler._batch.pools[turn % 2][0].allocate(1 + turn)
+        engine.scheduler._batch.pools[0].allocate(np.full(1 + turn, turn % 2))
         engine.scheduler.rebuild()
     assert sum(plan.header.snapshot for plan in engine.plans) == 3
 
@@ -108,7 +109,7 @@ def test_a_running_engine_mends_itself_or_fails_when_told_to(strict, monkeypatch
     def corrupted(self):
         if not schedulers:
             schedulers.append(self)
-            self._batch.pools[0][0].allocate(2)
+            self._batch.pools[0].allocate(np.zeros(2, np.int64))
         return original(self)
 
     monkeypatch.setattr(Scheduler, "residue", corrupted)

@@ -16,7 +16,7 @@ def config_of(*groups: tuple[int, str, int], **changes: object) -> SchedulerConf
 
 
 def used(engine: NullEngine) -> list[int]:
-    return [pool.num_used for pool in engine.scheduler._batch.pools[0]]
+    return [int(pool.num_used[0]) for pool in engine.scheduler._batch.pools]
 
 
 def grants_of(plan: RankPlan, group: int) -> list[list[int]]:
