@@ -18,6 +18,13 @@ from tests.support.harness import Group, generate, greedy
 from tests.support.setups import Setup
 
 ONE_RANK = Setup()
+TOPOLOGIES = ("EP2DP1", "EP4DP1", "EP2DP2", "EP4DP2")
+ALWAYS = ("T-QW3", "T-DS3", "T-GOS")  # in every topology; the others in one of them, turn by turn
+SPREAD = [
+    pytest.param(name, topology, marks=() if name in ALWAYS or turn % 4 == i else pytest.mark.slow)
+    for turn, name in enumerate(MOE_FIXTURES)
+    for i, topology in enumerate(TOPOLOGIES)
+]
 
 
 def steered(*experts, **config):
@@ -80,8 +87,7 @@ def test_ranks_with_unequal_rows(short, long):
 
 
 # --- P-EP-03 ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", MOE_FIXTURES)
-@pytest.mark.parametrize("topology", ["EP2DP1", "EP4DP1", "EP2DP2", "EP4DP2"])
+@pytest.mark.parametrize(("name", "topology"), SPREAD)
 def test_every_topology_answers_as_one_rank_does(name, topology):
     path = checkpoint(name)
     prompts = [random_prompt(length, seed=length) for length in (33, 1, 17, 50, 5, 34, 2, 9)]

@@ -173,6 +173,30 @@ def test_kimi_k2_is_deepseek_v3_by_another_name():
     check(folder, plain)
 
 
+def test_the_text_part_of_a_llama4_with_eyes():
+    plain = checkpoint("T-LL4")
+    folder = rewrite_tensors(
+        copy_checkpoint(plain),
+        lambda tensors: (
+            {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+            | {
+                "vision_model.class_embedding": torch.zeros(8),
+                "multi_modal_projector.linear_1.weight": torch.zeros(64, 8),
+            }
+        ),
+    )
+    text = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").unlink()
+    edit_config(
+        folder,
+        architectures=["Llama4ForConditionalGeneration"],
+        model_type="llama4",
+        text_config=text,
+        vision_config={"model_type": "llama4_vision_model"},
+    )
+    check(folder, plain)
+
+
 # --- P-LOAD-17 --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["T-GRA", "T-GRS"])
 def test_multipliers_and_log_probabilities_behind_them(name):

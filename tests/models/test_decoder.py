@@ -32,7 +32,7 @@ def counted(counters: RankCounters, component: str) -> int:
 
 
 @pytest.mark.parametrize("name", MOE_FIXTURES + DENSE_FIXTURES)
-@pytest.mark.parametrize("chunk", [1, 7, 512])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 7, 512])
 def test_logits_equal_transformers(name: str, chunk: int) -> None:
     path = checkpoint(name)
     alone = decode(path, [random_prompt(33)], chunk=chunk)
@@ -43,7 +43,7 @@ def test_logits_equal_transformers(name: str, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("name", MOE_FIXTURES)
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_topology_equals_transformers_and_one_rank(name: str, num_ranks: int) -> None:  # P-EP-02, P-EP-03
     path = checkpoint(name)
     one = decode(path, sequences(), chunk=7)
