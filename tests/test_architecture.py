@@ -35,6 +35,7 @@ LEVELS = {
 INNER = {
     "models.demo": "models",
     "server.bench": "server",
+    "text.parsers": "text",
     "runtime.scheduling": "runtime",
     "runtime.ranks": "runtime",
     "runtime.processes": "runtime",
