@@ -206,7 +206,9 @@ def _dialect(run: Run) -> Dialect:
 def _model(run: Run, server: Mapping[str, Any]) -> str:
     named = run.tool.get("model")
     if named is None and not server.get("models"):
-        raise ValueError(f"--base-url {run.target.root} does not answer /v1/models; is it right? else name the --model")
+        raise ValueError(
+            f"--base-url {run.target.root} does not tell its models; are URL and key right? else name the --model"
+        )
     return str(named or server["models"][0])
 
 

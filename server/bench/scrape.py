@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import aiohttp
 
 INTERVAL_S = 1.0
-TIMEOUT_S = 3.0
+SCRAPE_TIMEOUT_S = 3.0
+FACTS_TIMEOUT_S = 15.0  # a busy server may be slow to answer
 # Sums over all labels; the first name that a server has counts.
 PREEMPTIONS = ("moewe_preemptions_total", "vllm:num_preemptions_total", "sglang:num_retracted_requests_total")
 MEMORY = ("moewe_peak_memory_bytes", "process_resident_memory_bytes")
@@ -105,7 +106,7 @@ class Watch:
             await self._scrape()
 
     async def _scrape(self) -> bool:
-        text = await _get(self._session, self._url)
+        text = await _get(self._session, self._url, SCRAPE_TIMEOUT_S)
         if text is None:
             return False
         try:
@@ -139,17 +140,17 @@ async def server_facts(session: aiohttp.ClientSession, root: str, api: str) -> d
 
 
 async def _get_json(session: aiohttp.ClientSession, url: str) -> Any:
-    text = await _get(session, url)
+    text = await _get(session, url, FACTS_TIMEOUT_S)
     with suppress(msgspec.DecodeError):
         return None if text is None else msgspec.json.decode(text)
     return None
 
 
-async def _get(session: aiohttp.ClientSession, url: str) -> str | None:
+async def _get(session: aiohttp.ClientSession, url: str, timeout: float) -> str | None:
     import aiohttp
 
     try:
-        async with session.get(url, timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as response:
+        async with session.get(url, timeout=aiohttp.ClientTimeout(total=timeout)) as response:
             return await response.text() if response.status == 200 else None
     except (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError):
         return None

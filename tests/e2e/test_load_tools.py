@@ -50,6 +50,7 @@ def test_bench_serve_counts_what_the_server_counts(tmp_path: Path) -> None:
         results = content["results"]
         assert (results["completed"], results["total_input_tokens"], results["total_output_tokens"]) == (4, 48, 20)
         assert results["preemptions"] == 0 and results["weight_bytes"] > 0 and results["peak_kv_usage"] >= 0
+        assert results["peak_memory_bytes"] > results["weight_bytes"]
         assert content["server"]["topology"]["topology"].startswith("EP2DP1") and content["settings"]["model"] == NAME
         assert "hush" not in shown.stdout + shown.stderr + out.read_text()
 
