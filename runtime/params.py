@@ -13,10 +13,27 @@ import msgspec
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+STRUCTURED_KINDS = ("json", "json_object", "regex", "choice", "grammar")
 # Below this a softmax would overflow long before sampling could differ from the argmax.
 GREEDY_TEMPERATURE = 1e-2
 # What a request is taken to generate when work is weighed: most end long before their limit does.
 EXPECTED_OUTPUT_TOKENS = 256
+
+
+class StructuredSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the text must look like.
+
+    Attributes:
+        kind: one of `STRUCTURED_KINDS`.
+        text: the JSON schema, the regular expression, the choices as a JSON list, or the grammar; empty for json_object.
+    """
+
+    kind: str
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in STRUCTURED_KINDS:
+            raise ValueError(f"kind={self.kind!r} is not allowed; use one of {', '.join(STRUCTURED_KINDS)}")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,6 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         stop: strings at whose first appearance generation ends; they are not part of the text.
         ignore_eos: go on past end-of-sequence tokens.
         logprobs: None, or how many alternatives to report beside each chosen token (0..20).
+        structured: what the text must look like; None leaves it free.
     """
 
     max_tokens: int | None = 16
@@ -41,6 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    structured: StructuredSpec | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -70,6 +70,16 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     samples: bool
 
 
+class TokenMask(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Which tokens the sequence in `slot` may take in this step.
+
+    `words` are little-endian u32 [ceil(V / 32)]; bit i of word w allows token 32 * w + i. At least one token is allowed.
+    """
+
+    slot: int
+    words: bytes
+
+
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What changes on one rank. Applied in field order: released, admitted, grants; then chunks and all decodes run.
 
@@ -79,6 +89,8 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         grants: i32 [G, 4] flattened rows (group, slot, index in the block table, block id).
         chunks: prompt pieces of this step, at most one a slot. A slot whose chunk had `samples` decodes from then on.
         num_decodes: upper bound of decode rows (a sequence that ended in the step before is known only to the worker).
+        held: i32 [H], slots that decode and sit out this step, because the mask of their next token has not come.
+        masks: of sequences that sample in this step, at most one a slot; the others take any token.
     """
 
     released: bytes = b""
@@ -86,6 +98,8 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     grants: bytes = b""
     chunks: tuple[Chunk, ...] = ()
     num_decodes: int = 0
+    held: bytes = b""
+    masks: tuple[TokenMask, ...] = ()
 
     @property
     def num_rows(self) -> int:

@@ -7,6 +7,9 @@ A step: every sequence past its prompt decodes one token (implicit in the plan);
 goes to prompts in chunks. Lengths are known ahead; only end tokens, stop strings and aborts come as a surprise, and a
 sequence that ends so may have rows planned that the worker drops, or tokens in flight that are ignored here.
 
+A constrained request samples only with a mask, which can be made when its last token is known: it sits out the steps
+until then (`RankPlan.held`) while others run ahead, and its prompt waits before its last token.
+
 A token takes a place in every cache group. Groups whose rows see only a window give blocks back on the way: what the
 next row of a sequence cannot see is freed when that row's step is planned.
 
@@ -81,6 +84,7 @@ class Scheduler:
                 f"{self.config.max_queued_requests}; try again later or raise it"
             )
         request.max_length = max_length
+        request.constrained = request.awaits_mask = request.constrained or request.params.structured is not None
         request.state = RequestState.WAITING
         self._requests[request.request_id] = request
         self._queue.push(request)
@@ -96,6 +100,42 @@ class Scheduler:
     def finish(self, request_id: str) -> bool:
         """End a request whose text is complete (a stop string); tokens in flight are ignored. Returns as `abort`."""
         return self.abort(request_id)
+
+    def hold(self, request_id: str) -> bool:
+        """Let a request sample only with masks from its next planned token on; False if there is no such request."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        request.constrained = request.awaits_mask = True
+        self._mark(request)
+        return True
+
+    def release(self, request_id: str, mask: bytes | None) -> bool:
+        """Give a constrained request the mask of its next token, once a token; False if there is no such request.
+
+        Args:
+            request_id: in any state; one that left meanwhile is no mistake.
+            mask: see `TokenMask.words`; None allows all tokens.
+
+        Raises:
+            ValueError: the mask allows nothing.
+            RuntimeError: the request has its next mask, or needs none.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        if not request.awaits_mask:
+            raise RuntimeError(f"request {request_id!r} does not wait for a mask")
+        if mask is not None and not any(mask):
+            raise ValueError(f"the mask of request {request_id!r} allows no token")
+        request.mask, request.awaits_mask = mask, False
+        self._mark(request)
+        return True
+
+    def _mark(self, request: Request) -> None:
+        if request.state is RequestState.RUNNING:
+            at = request.rank, request.slot
+            self._batch.constrained[at], self._batch.held[at] = request.constrained, request.awaits_mask
 
     # --- planning ----------------------------------------------------------------------------------------------------
     def schedule(self) -> StepPlan | None:
@@ -121,11 +161,14 @@ class Scheduler:
         self._let_go()
         self._take_back()
         batch.free_passed()
+        if snapshot:  # every sequence that runs is named in it, and those that sit out are when they run again
+            batch.reenter(batch.held & (batch.phase == DECODE))
         decoding, growing = self._make_room()
         admitted = self._admit(growing)
-        draft = steps.StepDraft(decoding, growing, steps.draft_chunks(batch, decoding=decoding, growing=growing))
-        if draft.is_empty and not snapshot:
-            assert not self.num_running, "sequences are in slots, but none can run"
+        chunks = steps.draft_chunks(batch, decoding=decoding, growing=growing)
+        draft = steps.StepDraft(decoding, growing, chunks, steps.held_slots(batch))
+        if draft.is_empty and not snapshot and not any(admitted):
+            assert self.num_running == np.count_nonzero(batch.held), "sequences are in slots, but none can run"
             return None
         grants = steps.commit(batch, draft)
         if snapshot:
@@ -156,7 +199,7 @@ class Scheduler:
     def _make_room(self) -> tuple[np.ndarray, np.ndarray]:
         """Return who decodes and who needs a block for it, after preempting where a rank has too few."""
         batch = self._batch
-        decoding = batch.phase == DECODE
+        decoding = (batch.phase == DECODE) & ~batch.held
         growing = batch.growing(decoding)
         for rank in np.flatnonzero(growing.sum(1) > batch.free_blocks.min(0)).tolist():
             while growing[rank].sum() > batch.free_blocks[:, rank].min():

@@ -30,6 +30,7 @@ from .messages import KVAllocated, Loaded
 from .metrics.stats import encode_counters
 from .plan import FINISH_ERROR, Admission, Chunk, RankPlan, RankResult, SamplingState, StepHeader, TokenLogprobs, pack
 from .ranks.batch import StepRows, WorkerBatch
+from .ranks.masks import forbidden, masked_rows
 from .ranks.memory import blocks_that_fit, read_bandwidth
 from .ranks.sampler import finite_rows, sample, token_logprobs
 
@@ -177,7 +178,7 @@ class Worker:
         started = time.perf_counter()
         self._check_header(header)
         self.batch.apply(plan, snapshot=header.snapshot)
-        rows = self.batch.rows(plan.chunks)
+        rows = self.batch.rows(plan.chunks, plan.held)
         if rows.decode_slots.size > plan.num_decodes:
             raise RuntimeError(
                 f"step {header.step}: {rows.decode_slots.size} sequences decode on rank {self.rank}, "
@@ -189,8 +190,8 @@ class Worker:
         if self.observer is not None:
             self.observer(forward, hidden, self.batch.sequence_ids[rows.row_slots])
         logits = self.decoder.logits(hidden[forward.sample_rows])
-        tokens = sample(logits, self.batch.sampling(rows.sample_slots))
         healthy = self._judge(rows, hidden, logits)
+        tokens = sample(self._constrain(plan, rows, logits), self.batch.sampling(rows.sample_slots))
         chosen = tokens.cpu().numpy()
         logprobs = self._logprobs(rows, logits, tokens, healthy)
         flags = self.batch.commit(rows, chosen, healthy)
@@ -253,6 +254,17 @@ class Worker:
         healthy[rows.row_slots[~finite_rows(hidden).cpu().numpy()]] = False
         healthy[rows.sample_slots[~finite_rows(logits).cpu().numpy()]] = False
         return healthy
+
+    def _constrain(self, plan: RankPlan, rows: StepRows, logits: torch.Tensor) -> torch.Tensor:
+        """Return what tokens are chosen from: `logits` less what the plan's masks forbid."""
+        if not plan.masks:
+            return logits
+        vocab = logits.shape[1]
+        at, words = masked_rows(plan.masks, rows.sample_slots, vocab)
+        index = torch.from_numpy(at).to(logits.device)
+        scores = logits.clone()  # log-probabilities are those of the model
+        scores[index] = scores[index].masked_fill(forbidden(words, vocab, logits.device), -torch.inf)
+        return scores
 
     def _end_unhealthy(
         self, rows: StepRows, tokens: np.ndarray, flags: np.ndarray, healthy: np.ndarray

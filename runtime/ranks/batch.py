@@ -140,9 +140,15 @@ class WorkerBatch:
                 visible = first_visible_rows(kind, window, self.num_computed_tokens)
                 np.floor_divide(visible, self.block_size, out=self.first_block[group])
 
-    def rows(self, chunks: Sequence[Chunk]) -> StepRows:
-        """Return the rows of a step that runs `chunks` and one token of every decoding sequence that goes on."""
-        slots = np.flatnonzero(self.decoding & ~self.finished)
+    def rows(self, chunks: Sequence[Chunk], held: bytes = b"") -> StepRows:
+        """Return the rows of a step that runs `chunks` and one token of every decoding sequence that goes on.
+
+        `held` are those that sit out (see `RankPlan`).
+        """
+        going = self.decoding & ~self.finished
+        if held:
+            going[unpack(held)] = False
+        slots = np.flatnonzero(going)
         lengths = self.num_computed_tokens[slots] + 1
         width = -(-int(lengths.max()) // self.block_size) if slots.size else 0
         running = [chunk for chunk in chunks if not self.finished[chunk.slot]]  # others: planned before this verdict

@@ -45,6 +45,9 @@ class Request:
         last_step: last step planned for that sequence before it lost its slot.
         first_scheduled: when its first step was planned; 0 before.
         num_preemptions: how often it lost its slot to others.
+        constrained: it samples only with a mask of its own, one a token (see `Scheduler.release`).
+        awaits_mask: the mask of its next token has not come.
+        mask: of its next token, in the form of `TokenMask.words`; None allows all.
     """
 
     request_id: str
@@ -62,6 +65,9 @@ class Request:
     last_step: int = -1
     first_scheduled: float = 0.0
     num_preemptions: int = 0
+    constrained: bool = False
+    awaits_mask: bool = False
+    mask: bytes | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -6,12 +6,12 @@ Shapes: W ranks, S slots a rank; units are tokens and blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..params import EXPECTED_OUTPUT_TOKENS
-from ..plan import Admission, Chunk, RankPlan, SamplingState, pack
+from ..plan import Admission, Chunk, RankPlan, SamplingState, TokenMask, pack
 from .admission import RankLoads
 from .batch_state import DECODE, FREE, PREFILL, BatchState
 from .policy import precedence, share_tokens
@@ -26,11 +26,15 @@ class StepDraft:
         decoding: [W, S] bool, sequences that decode one token.
         growing: [W, S] bool, those of them that need another block for it.
         chunks: for each rank, its prompt pieces in order of slot.
+        held: for each rank, slots that are past their prompt and sit out.
+        masks: for each rank, filled when the step is booked.
     """
 
     decoding: np.ndarray
     growing: np.ndarray
     chunks: list[list[Chunk]]
+    held: list[bytes]
+    masks: list[tuple[TokenMask, ...]] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
@@ -76,7 +80,10 @@ def draft_chunks(batch: BatchState, *, decoding: np.ndarray, growing: np.ndarray
         requests = [batch.request_at(rank, slot) for slot in np.flatnonzero(prefilling[rank]).tolist()]
         requests.sort(key=lambda request: precedence(request, config.policy))
         slots = [request.slot for request in requests]
-        needs = (batch.known[rank, slots] - batch.computed[rank, slots]).tolist()
+        # The last known token is the one that samples: it is left to the step for which there is a mask.
+        needs = (batch.known[rank, slots] - batch.computed[rank, slots] - batch.held[rank, slots]).tolist()
+        if 0 in needs:
+            slots, needs = [slot for slot, need in zip(slots, needs, strict=True) if need], [n for n in needs if n]
         if config.max_chunk_tokens is not None:
             needs = [min(need, config.max_chunk_tokens) for need in needs]
         shares = share_tokens(needs, config.max_num_batched_tokens - int(decoding[rank].sum()))
@@ -95,8 +102,17 @@ def draft_chunks(batch: BatchState, *, decoding: np.ndarray, growing: np.ndarray
     return chunks
 
 
+def held_slots(batch: BatchState) -> list[bytes]:
+    """Return `RankPlan.held` of each rank for the step that is planned now."""
+    if not batch.held.any():
+        return [b""] * batch.config.num_ranks
+    held = batch.held & (batch.phase == DECODE)
+    return [pack(np.flatnonzero(row)) for row in held]
+
+
 def commit(batch: BatchState, draft: StepDraft) -> list[bytes]:
-    """Book the step in `batch`; return each rank's grants (see `BatchState.grant`)."""
+    """Book the step in `batch` and fill `draft.masks`; return each rank's grants (see `BatchState.grant`)."""
+    draft.masks = take_masks(batch, draft)
     ranks, slots = np.nonzero(draft.growing)
     places = [np.stack([ranks, slots, batch.granted[ranks, slots]])]  # [3, n] each
     np.add(batch.computed, draft.decoding, out=batch.computed, casting="unsafe")
@@ -112,6 +128,24 @@ def commit(batch: BatchState, draft: StepDraft) -> list[bytes]:
         return batch.grant(*places[0])
     merged = np.concatenate(places, axis=1)
     return batch.grant(*merged[:, np.argsort(merged[0], kind="stable")])
+
+
+def take_masks(batch: BatchState, draft: StepDraft) -> list[tuple[TokenMask, ...]]:
+    """Return each rank's masks for the step that `commit` booked; constrained sequences in it wait for their next."""
+    masks: list[tuple[TokenMask, ...]] = [() for _ in draft.chunks]
+    if not batch.constrained.any():
+        return masks
+    sampling = draft.decoding.copy()
+    for rank, chunks in enumerate(draft.chunks):
+        sampling[rank, [chunk.slot for chunk in chunks if chunk.samples]] = True
+    sampling &= batch.constrained
+    batch.held |= sampling
+    for rank, slot in np.argwhere(sampling).tolist():
+        request = batch.request_at(rank, slot)
+        if request.mask is not None:
+            masks[rank] += (TokenMask(slot=slot, words=request.mask),)
+        request.mask, request.awaits_mask = None, True
+    return masks
 
 
 def admission(request: Request, eos_token_ids: tuple[int, ...], *, num_computed_tokens: int = 0) -> Admission:
@@ -150,6 +184,8 @@ def delta_plans(
             grants=grants[rank],
             chunks=tuple(draft.chunks[rank]),
             num_decodes=num_decodes,
+            held=draft.held[rank],
+            masks=draft.masks[rank],
         )
         for rank, num_decodes in enumerate(draft.decoding.sum(1).tolist())
     )
@@ -169,5 +205,9 @@ def snapshot_plans(batch: BatchState, draft: StepDraft, eos: tuple[int, ...]) ->
             computed = chunk.start if chunk else int(batch.computed[rank, request.slot])
             admitted.append(admission(request, eos, num_computed_tokens=computed))
         ordered = tuple(chunks[slot] for slot in sorted(chunks))
-        plans.append(RankPlan(admitted=tuple(admitted), grants=batch.table_rows(rank), chunks=ordered))
+        plans.append(
+            RankPlan(
+                admitted=tuple(admitted), grants=batch.table_rows(rank), chunks=ordered, masks=draft.masks[rank]
+            )
+        )
     return tuple(plans)

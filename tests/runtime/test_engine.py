@@ -48,7 +48,7 @@ class FakeGroup:
 
     def _run(self, batch, plan):
         batch.apply(plan)
-        rows = batch.rows(plan.chunks)
+        rows = batch.rows(plan.chunks, plan.held)
         tokens = (rows.input_ids[rows.sample_rows] + 1) % VOCAB_SIZE
         healthy = np.ones(batch.num_slots, np.bool_)
         healthy[[slot for slot in rows.sample_slots.tolist() if batch.last_token[slot] in self.ill]] = False

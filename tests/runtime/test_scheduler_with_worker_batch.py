@@ -38,7 +38,7 @@ class BatchRank:
     def run(self, header: StepHeader, plan: RankPlan) -> RankResult:
         batch = self.batch
         batch.apply(plan, snapshot=header.snapshot)
-        rows = batch.rows(plan.chunks)
+        rows = batch.rows(plan.chunks, plan.held)
         assert rows.num_rows <= plan.num_rows <= header.bucket
         for group in range(len(batch.groups)):
             self.write(group, rows)

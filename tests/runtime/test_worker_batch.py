@@ -47,7 +47,7 @@ def chunk(slot, start, num_tokens, samples):
 
 def step(batch, plan, token=1, healthy=None, **kwargs):
     batch.apply(plan, **kwargs)
-    rows = batch.rows(plan.chunks)
+    rows = batch.rows(plan.chunks, plan.held)
     tokens = np.full(rows.sample_slots.size, token)
     flags = batch.commit(rows, tokens, np.ones(batch.num_slots, bool) if healthy is None else healthy)
     batch.check_invariants()

@@ -95,7 +95,7 @@ class FakeWorker:
         self.steps.append(header)
         self._progress.tick()
         self._batch.apply(plan, snapshot=header.snapshot)
-        rows = self._batch.rows(plan.chunks)
+        rows = self._batch.rows(plan.chunks, plan.held)
         self._counters.begin_step(header.kind, rows.num_rows)
         tokens = (rows.input_ids[rows.sample_rows] + 1) % VOCAB_SIZE
         flags = self._batch.commit(rows, tokens, np.ones(self._batch.num_slots, np.bool_))

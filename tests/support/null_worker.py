@@ -95,8 +95,10 @@ class NullRank:
         """Apply `plan` in field order, run its rows, and answer."""
         self._change_batch(header, plan)
         sequences = list(self.slots.items())
-        decodes = [slot for slot, s in sequences if s.decoding and not s.finished]
-        most = sum(s.decoding for _, s in sequences)
+        held = unpack(plan.held).tolist()
+        assert all(self.slots[slot].decoding for slot in held), "a slot is held that does not decode"
+        decodes = [slot for slot, s in sequences if s.decoding and not s.finished and slot not in held]
+        most = sum(s.decoding for slot, s in sequences if slot not in held)
         assert len(decodes) <= plan.num_decodes <= most, (decodes, plan.num_decodes, most)
         assert plan.num_rows <= min(header.bucket, self.config.max_num_batched_tokens), plan
         runs = [(slot, self.slots[slot].computed, 1, True) for slot in decodes]
@@ -112,8 +114,8 @@ class NullRank:
                 runs.append((chunk.slot, chunk.start, chunk.num_tokens, chunk.samples))
         for chunk in plan.chunks:
             self.slots[chunk.slot].planned = chunk.start + chunk.num_tokens
-        for _, sequence in sequences:
-            sequence.planned += sequence.decoding
+        for slot, sequence in sequences:
+            sequence.planned += sequence.decoding and slot not in held
         for slot, start, size, _ in runs:  # all rows of a layer are written before any is read
             self._write(self.slots[slot], start, start + size)
         for slot, start, size, _ in runs:
