@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from moewe.server.bench import sse
 from moewe.server.bench.sse import SSEParser
 
-_LINES = st.binary(max_size=12).map(lambda line: line.translate(None, b"
-"))
+_LINES = st.binary(max_size=12).map(lambda line: line.translate(None, b"\r\n"))
 _EVENTS = st.lists(st.lists(_LINES, min_size=1, max_size=3), max_size=6)
 
 
