@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 
+from .call_arguments import with_readable_calls
 from .sandbox import Sandbox, TemplateError, check_size, metered, one_line
 
 __all__ = ["ChatTemplate", "TemplateError", "check_template_kwargs"]
@@ -140,8 +141,11 @@ def _joined(pieces: Iterable[str]) -> str:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Text parts become one text, a missing content an empty one: templates written for strings work with both."""
+    """Text parts become one text, a missing content an empty one, JSON arguments of calls a mapping.
+
+    So templates work whichever of them they were written for.
+    """
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(part["text"] for part in content)
-    return {**message, "content": "" if content is None else content}
+    return with_readable_calls({**message, "content": "" if content is None else content})

@@ -34,7 +34,7 @@ class OutputParser:
 
     def feed(self, text: str) -> list[Event]:
         """Take the next piece of text."""
-        events = self._reasoning.feed(text) if self._reasoning is not None else [Text(text)]
+        events: list[Event] = self._reasoning.feed(text) if self._reasoning is not None else [Text(text)]
         return self._tidied(self._with_calls(events))
 
     def finish(self) -> list[Event]:

@@ -106,7 +106,7 @@ class QwenCoder(TaggedCalls):
 
 
 class MiniMax(TaggedCalls):
-    """`<minimax:tool_call>`, in it `<invoke name="NAME">` with `<parameter name="KEY">VALUE</parameter>` for each call."""
+    """`<minimax:tool_call>`, in it `<invoke name="NAME">` with `<parameter name="KEY">VALUE</parameter>`."""
 
     starts = ("<minimax:tool_call>",)
     end = "</minimax:tool_call>"
