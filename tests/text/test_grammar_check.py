@@ -1,0 +1,114 @@
+"""The helper that tries grammars first: hostile ones end there, and it goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+
+from moewe.text import grammar_check
+from moewe.text.grammar import GrammarError
+from moewe.text.grammar_check import TOO_COMPLEX, GrammarCheck
+
+
+@pytest.fixture(scope="module")
+def check() -> Iterator[GrammarCheck]:
+    check = GrammarCheck()
+    yield check
+    check.close()
+
+
+def patterns(count: int) -> dict[str, Any]:
+    """A text that must fulfil many patterns at once: the intersection of their automata is what explodes."""
+    return {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}c"} for i in range(3, 3 + count)]}
+
+
+def refusal(check: GrammarCheck, kind: str, text: str) -> str:
+    with pytest.raises(GrammarError) as caught:
+        check.check(kind, text)
+    return str(caught.value)
+
+
+def test_sound_grammars_pass(check: GrammarCheck) -> None:
+    check.check("regex", "[ab]+")
+    check.check("json_object", "")
+    check.check("choice", '["a", "b"]')
+    check.check("grammar", 'start: "a" start | ""')
+    check.check("json", json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}))
+
+
+def test_what_the_kernel_must_end_is_too_complex(check: GrammarCheck) -> None:
+    assert refusal(check, "json", json.dumps(patterns(17))) == TOO_COMPLEX
+    check.check("regex", "after[ab]that")
+
+
+HOSTILE = {
+    "nested counts": ("regex", "(((((a{0,10}){0,10}){0,10}){0,10}){0,10}){0,10}"),
+    "nested counts in a grammar": ("grammar", 'start: (a{0,1000}){0,1000}\na: "x"'),
+    "itself": ("json", '{"$ref": "#"}'),
+    "a circle": ("json", '{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}'),
+    "many optional": ("json", json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(8000)}})),
+    "a long list": ("json", json.dumps({"enum": [f"v{i}" for i in range(30_000)]})),
+    "all pairs": ("json", json.dumps(
+        {"allOf": [{"anyOf": [{"required": [f"a{i}{j}"]} for j in range(10)]} for i in range(10)]}
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_grammars_are_refused(check: GrammarCheck, name: str) -> None:
+    assert refusal(check, *HOSTILE[name])
+
+
+def test_verdicts_are_remembered_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = GrammarCheck()
+    try:
+        for _ in range(3):
+            check.check("regex", "abc")
+            refusal(check, "json", '{"$ref": "#"}')
+        assert check.num_trials == 2
+        monkeypatch.setattr(grammar_check, "REMEMBERED", 1)
+        check.check("regex", "abcd")
+        check.check("regex", "abc")
+        assert check.num_trials == 4
+    finally:
+        check.close()
+
+
+def test_cheap_mistakes_never_reach_the_helper() -> None:
+    check = GrammarCheck()
+    assert "repeats" in refusal(check, "regex", "foo**")
+    assert "no type" in refusal(check, "json", '{"type": "strng"}')
+    assert check.num_trials == 0 and check._process is None
+    check.close()
+
+
+def test_a_lost_helper_is_replaced_and_close_leaves_none() -> None:
+    check = GrammarCheck()
+    check.check("regex", "first")
+    assert check._process is not None
+    lost = check._process
+    lost.kill()
+    lost.wait()
+    check.check("regex", "second")
+    process = check._process
+    assert process is not None and process.pid != lost.pid
+    check.close()
+    assert not psutil.pid_exists(process.pid)
+
+
+def test_many_at_once(check: GrammarCheck) -> None:
+    def one(number: int) -> str:
+        try:
+            check.check("regex" if number % 3 else "json", f"x{number}" if number % 3 else '{"$ref": "#"}')
+        except GrammarError:
+            return "refused"
+        return "taken"
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(one, range(60)))
+    assert results == ["taken" if number % 3 else "refused" for number in range(60)]
