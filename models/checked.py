@@ -174,6 +174,9 @@ CHECKED: dict[str, Checked] = {
         fixtures=("T-DOT",),
         has=(*_DEEPSEEK, QK_NORM, WINDOWS),
     ),
+    "solar_open": Checked(
+        architecture="SolarOpenForCausalLM", models="Solar-Open-100B", fixtures=("T-SOL",), has=_DEEPSEEK
+    ),
     "gpt_oss": Checked(
         architecture="GptOssForCausalLM",
         models="gpt-oss-20b, -120b",

@@ -126,4 +126,20 @@ GROUPED_FAMILIES: dict[str, Family] = {
         output_bias="attention_bias",
         qk_norm="head",
     ),
+    "solar_open": Family(
+        architecture="SolarOpenForCausalLM",
+        moe=MoEFamily(**_DEEPSEEK_MOE),
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "norm_topk_prob": True,
+            "n_shared_experts": 1,
+        },
+        # Every layer is MoE and no head is normed; configs still carry the fields of GLM-4.5 that would say otherwise.
+        only=_DEEPSEEK_ONLY | {"first_k_dense_replace": (0,), "use_qk_norm": (False,)},
+        reads=_GROUPS,
+        qkv_bias="attention_bias",
+    ),
 }

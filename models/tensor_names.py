@@ -214,6 +214,7 @@ NAMES: dict[str, TensorNames] = {
     "glm4_moe_lite": _DEEPSEEK,
     "glm4_moe": replace(_SHARED_EXPERTS, extra_layers=True),
     "dots1": _SHARED_EXPERTS,
+    "solar_open": _SHARED_EXPERTS,
     "ernie4_5_moe": TensorNames(
         spellings=_DENSE
         + _ROUTER

@@ -4,11 +4,11 @@ import pytest
 import torch
 import transformers
 
-from moewe.models.config import LatentConfig, LayerAttention, QueryTemperature
+from moewe.models.config import ConfigError, LatentConfig, LayerAttention, QueryTemperature
 from moewe.models.families import FAMILIES, load_config
 from moewe.moe.experts import SILU, Activation
 from tests.support.configs import DELETE, edited_config, reference_config, refusal, saved_config
-from tests.support.fixtures import FIXTURES, edit_json, new_folder
+from tests.support.fixtures import FIXTURES, edit_config, edit_json, new_folder
 
 LATENT = [name for name, (class_name, _) in FIXTURES.items() if class_name[:8] in ("Deepseek", "Glm4MoeL")]
 
@@ -69,6 +69,26 @@ def test_experts_are_those_of_the_model_of_transformers(name):
     assert moe.expert_bias == any(n.endswith("experts.down_proj_bias") for n in shapes)
     assert moe.router_bias == any(n.endswith("router.bias") for n in shapes)
     assert moe.shared_gate == any("shared_expert_gate" in n for n in shapes)
+
+
+# A wrong guess of the first two is refused when tensors are read; tokens are also in other files of a model.
+NOT_GUESSED = {"num_key_value_heads", "q_lora_rank", "bos_token_id", "eos_token_id"}
+NOT_READ = {"model_type", "architectures", "dtype", "transformers_version"}
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_a_field_that_is_left_out_means_what_transformers_takes_for_it_or_is_refused(name):
+    config = reference_config(name)
+    for field in config.to_dict().keys() - NOT_GUESSED - NOT_READ:
+        content = {key: value for key, value in config.to_dict().items() if key != field}
+        folder = new_folder(name)
+        edit_json(folder / "config.json", content)
+        try:
+            ours = load_config(folder)
+        except ConfigError:
+            continue
+        edit_config(folder, **type(config).from_dict(content).to_dict())
+        assert ours == load_config(folder), field
 
 
 # -- family by family, by hand ---------------------------------------------------------------------------------------
@@ -166,6 +186,16 @@ def test_dots1():
     assert config.qk_norm == "head" and not config.qk_norm_after_rotary and config.moe.shared_width == 64
     assert config.moe.routing.scoring == "sigmoid" and config.moe.routing.scaling_factor == 2.5
     assert config.layer_attention == () and config.moe_layers == (1, 2)
+
+
+def test_solar_open():
+    config = loaded("T-SOL")
+    assert config.qk_norm is None and config.attention_bias and not config.output_bias
+    assert config.moe_layers == (0, 1) and config.moe.shared_width == 2 * 32 and config.moe.selection_bias
+    released = {"first_k_dense_replace": 0, "partial_rotary_factor": 1.0, "use_qk_norm": False, "rope_theta": 1e4}
+    old = {"rope_parameters": DELETE, "rope_scaling": {"type": "yarn", "factor": 2.0}}
+    old["rope_scaling"]["original_max_position_embeddings"] = 64
+    assert load_config(edited_config("T-SOL", **released, **old)) == config
 
 
 def test_gpt_oss():
@@ -303,6 +333,9 @@ REFUSED = {
     "shared cache": ("T-HUN", {"use_cla": True}, "use_cla"),
     "linear attention": ("T-MM2", {"attn_type_list": [1, 0]}, "attn_type_list"),
     "norm of each head": ("T-MM2", {"qk_norm_type": "per_head"}, "qk_norm_type"),
+    "a dense layer of Solar": ("T-SOL", {"first_k_dense_replace": 1}, "first_k_dense_replace = 1"),
+    "norms of heads of Solar": ("T-SOL", {"use_qk_norm": True}, "use_qk_norm = True"),
+    "a rotating part of Solar": ("T-SOL", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     "stretched positions": ("T-ERN", {"compression_ratio": 2.0}, "compression_ratio"),
     "multiplier": ("T-GRA", {"logits_scaling": 0}, "logits_scaling"),
     "multiplier as a string": ("T-GRA", {"residual_multiplier": "0.2"}, "residual_multiplier"),

@@ -50,6 +50,10 @@ ODD_FIELDS = [
     ("T-LL4", {"no_rope_layers": [1, 1, 1, 1]}),
     ("T-LL4", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
     ("T-MIS", {"sliding_window": 9}),
+    ("T-SOL", {"topk_group": 3}),
+    ("T-SOL", {"norm_topk_prob": False}),
+    ("T-SOL", {"routed_scaling_factor": 1.0}),
+    ("T-SOL", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
     ("T-MM2", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 1.0}}),
 ]
 # Tensors that a loader could forget or a decoder skip: each moves the logits.
@@ -65,6 +69,9 @@ ODD_TENSORS = [
     ("T-DS3", "e_score_correction_bias"),
     ("T-DOT", "e_score_correction_bias"),
     ("T-MM2", "e_score_correction_bias"),
+    ("T-SOL", "e_score_correction_bias"),
+    ("T-SOL", "q_proj.bias"),
+    ("T-SOL", "shared_experts.down_proj.weight"),
     ("T-ERN", "e_score_correction_bias"),
     ("T-PHI", "input_layernorm.bias"),
     ("T-PHI", "model.norm.bias"),
