@@ -49,6 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ignore_eos: go on past end-of-sequence tokens.
         logprobs: None, or how many alternatives to report beside each chosen token (0..20).
         structured: what the text must look like; None leaves it free.
+        skip_special_tokens: leave special tokens out of the text.
     """
 
     max_tokens: int | None = 16
@@ -60,6 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
     logprobs: int | None = None
     structured: StructuredSpec | None = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

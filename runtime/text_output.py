@@ -17,13 +17,17 @@ class TextOutput:
 
     Args:
         tokenizer: None gives no text at all.
-        params: for its stop strings.
+        params: for its stop strings, and whether special tokens are text.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
         if tokenizer is None and params.stop:
             raise ValueError(f"stop={params.stop!r} needs text, but the server works without a tokenizer; leave it out")
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, continuation=True)
+        self._detokenizer = (
+            None
+            if tokenizer is None
+            else Detokenizer(tokenizer, continuation=True, skip_special_tokens=params.skip_special_tokens)
+        )
         self._stop = StopMatcher(params.stop)
 
     def add(self, token_ids: Sequence[int], finish_reason: str | None) -> tuple[str, bool]:

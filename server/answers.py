@@ -14,6 +14,7 @@ from typing import Any
 
 from ..runtime.messages import Delta, LogprobEntry
 from ..text import Tokenizer
+from .chat_parts import ChatParts, Reading
 from .hub import Call
 
 _LEAST_LOGPROB = -9999.0
@@ -92,7 +93,7 @@ class Answer(ABC):
         chunk = {**self._head, "object": self.chunk_kind, "choices": choices}
         return {**chunk, "usage": None} if self._include_usage else chunk
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         prompt, completion = self.call.num_prompt_tokens, sum(self.call.num_tokens)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
@@ -164,28 +165,46 @@ class ChatAnswer(Answer):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
+    def __init__(self, *args: Any, reading: Reading | None = None) -> None:
+        super().__init__(*args)
+        self._reading = reading
+        self._parts = [ChatParts(reading) for _ in self.choices]
+
+    def add(self, index: int, delta: Delta) -> None:
+        """Keep what a delta brought for the whole answer."""
+        super().add(index, delta)
+        self._parts[index].take(delta)
+
     def opening(self) -> list[dict[str, Any]]:
         """Return the chunk that names the role."""
         return [self._choice_chunk(0, {"role": "assistant", "content": ""}, None)]
 
     def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """Return a chunk with new text, and an empty one with the reason at the end."""
-        chunks = []
-        if delta.text or delta.logprobs:
-            logprobs = self._logprobs(list(delta.logprobs))
-            chunks.append(self._choice_chunk(index, {"content": delta.text}, None, logprobs))
+        """Return a chunk for each new part, and an empty one with the reason at the end."""
+        parts = self._parts[index]
+        deltas = parts.take(delta)
+        logprobs = self._logprobs(list(delta.logprobs))
+        if delta.logprobs and not deltas:
+            deltas = [{"content": ""}]  # the tokens are part of a mark, or of what waits
+        chunks = [self._choice_chunk(index, part, None, None if i else logprobs) for i, part in enumerate(deltas)]
         if delta.finish_reason is not None:
-            chunks.append(self._choice_chunk(index, {}, delta.finish_reason))
+            chunks.append(self._choice_chunk(index, {}, parts.finish_reason(delta.finish_reason)))
         return chunks
 
     def whole(self, index: int, choice: Choice) -> dict[str, Any]:
         """Return one finished choice."""
         return {
             "index": index,
-            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+            "message": self._parts[index].message(),
             "logprobs": self._logprobs(choice.entries),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._parts[index].finish_reason(choice.finish_reason),
         }
+
+    def _usage(self) -> dict[str, Any]:
+        if self._reading is None:
+            return super()._usage()
+        details = {"reasoning_tokens": sum(parts.reasoning_tokens for parts in self._parts)}
+        return {**super()._usage(), "completion_tokens_details": details}
 
     def _choice_chunk(
         self, index: int, delta: dict[str, Any], reason: str | None, logprobs: dict[str, Any] | None = None

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ..text.parsers import REASONING_FORMATS, TOOL_FORMATS
+
 MODEL, TOPOLOGY, MEMORY, SCHEDULE, SERVER, SAMPLING, GENERAL = (
     "Model", "Topology and device", "Memory", "Scheduling", "HTTP server", "Sampling", "General",
 )  # fmt: skip
@@ -123,6 +125,12 @@ HTTP_FLAGS = (
     _http("max-body-bytes", "bytes", "Larger request bodies are refused.", default="16MiB"),
     _http("log-stats-interval", "float", "Seconds between lines of statistics while busy.",
           field="log_stats_interval_s", default="10"),
+    _http("tool-call-parser", "text",
+          f"How the model writes calls of tools: auto (as its chat template does), none, {', '.join(TOOL_FORMATS)}.",
+          aliases=("--tool-parser",), default="auto"),
+    _http("reasoning-parser", "text",
+          f"How the model marks its reasoning: auto, none, {', '.join(REASONING_FORMATS)}.", default="auto"),
+    _http("enable-auto-tool-choice", "switch", "Taken as vLLM has it; tools need no flag here."),
 )  # fmt: skip
 
 

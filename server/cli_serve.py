@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..runtime.config import EngineConfig
 from ..runtime.options import layout_config
+from ..text.parsers import output_format
 from ..topologies import expansion
 from .cli_values import Settings
 from .options import ServerOptions
@@ -57,6 +58,7 @@ def server_options(http: dict[str, Any]) -> ServerOptions:
     for name, least in (("shutdown_timeout_s", 0.0), ("log_stats_interval_s", 0.0), ("max_body_bytes", 1024)):
         if name in values and not least <= values[name] < MOST:
             raise ValueError(f"{name}={values[name]!r} is not allowed; use at least {least:g}, and a finite number")
+    output_format(values.get("tool_call_parser", "auto"), values.get("reasoning_parser", "auto"), None)
     return ServerOptions(**values)
 
 

@@ -129,7 +129,7 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
 
         async def answer() -> Answer:
             intake = await chat_intake(state, request)
-            return ChatAnswer(_open(state, intake), *_shape(state, request, intake))
+            return ChatAnswer(_open(state, intake), *_shape(state, request, intake), reading=intake.reading)
 
         return await _respond(state, http, request, answer)
 

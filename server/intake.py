@@ -11,15 +11,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ..runtime.params import SamplingParams
 from ..runtime.prompts import check_token_ids
 from ..text import TemplateError, Tokenizer, check_template_kwargs
+from .chat_parts import Reading
 from .errors import ApiError, invalid
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
 from .state import ServerState
+from .tool_plan import tool_plan
 
 MOST_PROMPTS = 2048
 DEFAULT_COMPLETION_TOKENS = 16
@@ -36,11 +38,13 @@ class Intake:
         prompts: token ids of each prompt.
         params: for all of them.
         priority: lower runs first.
+        reading: how outputs are taken apart; None leaves them text.
     """
 
     prompts: list[list[int]]
     params: SamplingParams
     priority: int
+    reading: Reading | None = None
 
 
 async def completion_intake(state: ServerState, request: CompletionRequest) -> Intake:
@@ -82,19 +86,22 @@ async def chat_intake(state: ServerState, request: ChatRequest) -> Intake:
     except ValueError as error:
         raise invalid(str(error), "chat_template_kwargs") from None
 
-    def encode() -> list[int]:
+    plan = tool_plan(state.output_format, request)
+
+    def encode() -> tuple[str, list[int]]:
         add_prompt = request.add_generation_prompt is not False
         try:
-            text = template.render(messages, add_generation_prompt=add_prompt, **options)
+            text = template.render(messages, add_generation_prompt=add_prompt, tools=plan.tools or None, **options)
         except TemplateError as error:
             raise invalid(str(error), "messages", "chat_template_error") from None
         # The template has written every special token itself, the first one included.
-        return _encode(state, text, bool(request.add_special_tokens), "messages")
+        return text, _encode(state, text, bool(request.add_special_tokens), "messages")
 
-    prompt = await _in_thread(encode)
+    text, prompt = await _in_thread(encode)
     if not prompt:
         raise invalid("messages give an empty prompt; send some text", "messages")
-    return _intake(state, request, [prompt], None)
+    intake = _intake(state, request, [prompt], None)
+    return replace(intake, params=plan.sampling(intake.params), reading=plan.reading(text))
 
 
 def _intake(state: ServerState, request: GenerationRequest, prompts: list[list[int]], default: int | None) -> Intake:

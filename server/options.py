@@ -22,6 +22,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         shutdown_timeout_s: how long SIGTERM lets running requests finish.
         max_body_bytes: larger request bodies are refused unread.
         log_stats_interval_s: a line of statistics this often while busy.
+        tool_call_parser, reasoning_parser: formats of text/parsers, `auto` by the chat template, or `none`.
+        enable_auto_tool_choice: as with vLLM; calls are read whenever a format is known, so it changes nothing.
     """
 
     host: str = "127.0.0.1"
@@ -31,3 +33,6 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout_s: float = 30.0
     max_body_bytes: int = 16 * 1024 * 1024
     log_stats_interval_s: float = 10.0
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    enable_auto_tool_choice: bool = False

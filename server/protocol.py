@@ -16,10 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..runtime.params import SamplingParams
 from .errors import ApiError, invalid
+from .tool_fields import ToolChoice, checked_calls, checked_choice, checked_tools
 
 # They change no output: labels for the operator of another service, hints for caches and billing.
 IGNORED = frozenset({
-    "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
     "service_tier", "store", "user",
 })  # fmt: skip
 # Known to OpenAI or to other servers, not offered yet. The values listed ask for nothing, so they are fine.
@@ -47,14 +48,12 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (None, True),
     "stop_token_ids": (None, []),
     "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
     "verbosity": (None,),
     "web_search_options": (None,),
 }
 
 # Fields of chats: on the other route they are as unknown as any.
-CHAT_ONLY = frozenset({"function_call", "functions", "tool_choice", "tools"})
+CHAT_ONLY = frozenset({"function_call", "functions", "parallel_tool_calls", "tool_choice", "tools"})
 
 
 class _Strict(BaseModel):
@@ -155,9 +154,13 @@ class CompletionRequest(GenerationRequest):
 class ChatMessage(_Strict):
     """One turn; `content` is text or a list of text parts."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Any = None
     name: str | None = None
+    tool_calls: list[Any] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
     def check(self, position: int) -> dict[str, Any]:
         """Return the message as a template reads it; raise ApiError for what is not text."""
@@ -172,8 +175,28 @@ class ChatMessage(_Strict):
         elif not isinstance(content, str):
             got = "nothing" if content is None else type(content).__name__
             raise invalid(f"{where}content must be text or a list of text parts, got {got}", f"{where}content")
-        message = {"role": self.role, "content": content}
+        message = {"role": self.role, "content": content, **self._of_tools(where)}
         return message if self.name is None else {**message, "name": self.name}
+
+    def _of_tools(self, where: str) -> dict[str, Any]:
+        """Return calls, their results and reasoning of earlier turns as templates read them."""
+        found: dict[str, Any] = {}
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise invalid(f"{where}tool_call_id is only for role tool; leave it out", f"{where}tool_call_id")
+        if self.role == "tool":
+            if not self.tool_call_id:
+                raise invalid(f"{where}tool_call_id is missing; send the id of the call", f"{where}tool_call_id")
+            found["tool_call_id"] = self.tool_call_id
+        if self.tool_calls and self.role != "assistant":
+            raise invalid(f"{where}tool_calls is only for role assistant; leave it out", f"{where}tool_calls")
+        if self.tool_calls:
+            found["tool_calls"] = checked_calls(self.tool_calls, f"{where}tool_calls")
+        reasoning = self.reasoning_content or self.reasoning
+        if reasoning and self.role == "assistant":
+            found |= {"reasoning_content": reasoning, "reasoning": reasoning}
+            if not (self.tool_calls and self.content):  # its name with gpt-oss, which refuses both at once
+                found["thinking"] = reasoning
+        return found
 
 
 class ChatRequest(GenerationRequest):
@@ -185,10 +208,19 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+
+    def asked_tools(self) -> tuple[list[dict[str, Any]], ToolChoice]:
+        """Return the tools and what `tool_choice` asks, checked."""
+        tools = checked_tools(self.tools)
+        return tools, checked_choice(self.tool_choice, tools)
 
     def check(self) -> None:
         """Refuse what cannot be honoured."""
         super().check()
+        self.asked_tools()
         if not self.messages:
             raise invalid("messages is empty; send at least one message", "messages")
         if self.top_logprobs is not None and not self.logprobs:

@@ -97,6 +97,9 @@ def build_state(resolved: Resolved, options: ServerOptions) -> tuple[ServerState
         hub=Hub(metrics, most_live=resolved.topology.dp * resolved.most_requests),
         started=int(time.time()),
     )
+    formats = state.output_format
+    if formats.tools or formats.reasoning:
+        log.info("tool calls are read as %s, reasoning as %s", formats.tools or "text", formats.reasoning or "text")
     return state, resolved
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..runtime.config import EngineConfig
@@ -16,6 +17,7 @@ from ..runtime.generation_defaults import GenerationDefaults
 from ..runtime.messages import Ready, Stats
 from ..runtime.metrics.export import Metrics
 from ..text import ChatTemplate, Tokenizer
+from ..text.parsers import OutputFormat, output_format
 from .errors import ApiError, unavailable
 from .hub import Hub
 from .options import ServerOptions
@@ -63,6 +65,13 @@ class ServerState:
     stats: list[Stats] = field(default_factory=list)
     latest_stats: Callable[[], list[Stats]] = list
     problem: str = ""
+
+    @cached_property
+    def output_format(self) -> OutputFormat:
+        """How the model writes reasoning and calls: as told, else as its chat template does."""
+        options = self.options
+        source = None if self.template is None else self.template.source
+        return output_format(options.tool_call_parser, options.reasoning_parser, source)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ def test_every_flag_fills_a_field_of_its_owner() -> None:
     # What no flag sets must be on this list, so that a new field cannot be forgotten.
     assert fields[ENGINE] - {flag.target for flag in flags_of(ENGINE)} == {"path", "num_blocks"}
     assert fields[HTTP] == {flag.target for flag in flags_of(HTTP)}
-    assert fields[SAMPLE] - {flag.target for flag in flags_of(SAMPLE)} == {"seed", "logprobs"}
+    assert fields[SAMPLE] - {flag.target for flag in flags_of(SAMPLE)} == {"seed", "logprobs", "skip_special_tokens"}
 
 
 def test_printed_defaults_are_the_real_ones() -> None:

@@ -123,7 +123,7 @@ def test_mistakes_in_completions_are_named(body: Any, named: str | None) -> None
         ({"messages": [{"role": "user", "content": 5}]}, "content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
         ({"messages": [{"role": "user", "content": "a", "contents": "b"}]}, "contents"),
-        (HI | {"tools": [{"type": "function"}]}, "tools"),
+        (HI | {"tools": [{"type": "function"}]}, "tools.0"),
         (HI | {"response_format": {"type": "json_object"}}, "response_format"),
         (HI | {"top_logprobs": 2}, "top_logprobs"),
         (HI | {"chat_template": "{{ 1 }}"}, "chat_template"),
