@@ -21,7 +21,6 @@ from .cli_tools import BENCH_HELP, TOOL_FLAG_NAMES, TOOLS, join_goals
 from .stdout import give_up_stdout, put
 
 EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 130
-LOG_LEVELS = ("debug", "info", "warning", "error")
 _METAVARS = {"int": "N", "float": "X", "bytes": "SIZE", "text": "TEXT", "list": "TEXT"}
 
 app = typer.Typer(
@@ -103,7 +102,7 @@ def _add(
         from .cli_values import read_settings
 
         settings = read_settings(flags, join_goals(given))
-        _set_up_logging(settings.shared.get("log-level"), quiet=run is not _serve)
+        _set_up_logging(settings.shared.get("log-level"), settings.shared.get("log-format"), quiet=run is not _serve)
         if run is not _serve:  # a server has handlers of its own; what runs here ends by KeyboardInterrupt
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return run(settings)
@@ -184,13 +183,14 @@ def _demo_checkpoint(
     return 0
 
 
-def _set_up_logging(level: str | None, *, quiet: bool) -> None:
-    level = level or ("warning" if quiet else "info")
-    if level not in LOG_LEVELS:
-        raise ValueError(f"--log-level: {level!r} is not allowed; use one of {', '.join(LOG_LEVELS)}")
-    form, root = "%(asctime)s %(levelname)s [moewe] %(message)s", "warning" if level == "info" else level
-    logging.basicConfig(stream=sys.stderr, level=root.upper(), format=form, force=True)
-    logging.getLogger("moewe").setLevel(level.upper())  # of libraries only warnings, unless all is to be told
+def _set_up_logging(level: str | None, form: str | None, *, quiet: bool) -> None:
+    from ..telemetry.logs import FORMATS, LEVELS, hand_down, set_up_logs
+
+    for flag, value, known in (("--log-level", level, LEVELS), ("--log-format", form, FORMATS)):
+        if value is not None and value not in known:
+            raise ValueError(f"{flag}: {value!r} is not allowed; use one of {', '.join(known)}")
+    hand_down(level, form or "text")
+    set_up_logs("moewe", level=level or ("warning" if quiet else "info"), form=form or "text")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -225,7 +225,13 @@ def _report(error: Exception, words: Sequence[str]) -> int:
         message = with_flag(str(error))
     else:
         message = f"{type(error).__name__}: {error} (an error in moewe; --log-level debug shows where)"
-    print(f"moewe: error: {' '.join(message.split())}", file=sys.stderr)
+    from ..telemetry.logs import json_is_wanted
+
+    line = " ".join(message.split())
+    if json_is_wanted():
+        logging.getLogger("moewe").error("%s", line)  # who collects JSON reads nothing else
+    else:
+        print(f"moewe: error: {line}", file=sys.stderr)
     return int(code)
 
 

@@ -119,7 +119,20 @@ HTTP_FLAGS = (
     _http("host", "text", "Address to bind.", default="127.0.0.1"),
     _http("port", "int", "Port to bind; 0 takes any free one.", default="8000"),
     _http("served-model-name", "list", "Name that requests may ask for; may be repeated.", default="the model"),
-    _http("api-key", "text", "Bearer token that requests must carry."),
+    _http("api-key", "list", "Bearer token that requests must carry; may be repeated.", field="api_keys",
+          default="$MOEWE_API_KEY, or none"),
+    _http("api-key-file", "text", "File of further keys, one a line: unlike a flag no other user can see them."),
+    _http("allowed-origins", "list", "Web origin that may call the API from a browser (CORS); repeat, or a JSON list.",
+          default="none"),
+    _http("allow-credentials", "switch", "Let those origins send cookies and client certificates."),
+    _http("allowed-methods", "list", "Methods for those origins.", default="all"),
+    _http("allowed-headers", "list", "Request headers for those origins.", default="all"),
+    _http("ssl-certfile", "text", "Serve HTTPS with this certificate chain (PEM)."),
+    _http("ssl-keyfile", "text", "The certificate's private key (PEM, no password).", default="in --ssl-certfile"),
+    _http("ssl-ca-certs", "text", "Ask clients for a certificate that one of these authorities (PEM) signed."),
+    _http("limit-concurrency", "int", "Connections that may be open at once; more are refused.", default="16384"),
+    _http("disable-access-log", "switch", "No log line for each request.",
+          aliases=("--disable-uvicorn-access-log", "--no-access-log")),
     _http("shutdown-timeout", "float", "Seconds that SIGTERM gives running requests.", field="shutdown_timeout_s",
           default="30"),
     _http("max-body-bytes", "bytes", "Larger request bodies are refused.", default="16MiB"),
@@ -161,7 +174,13 @@ SHARED_FLAGS = (
         "dialect", "How --topology counts DP: moewe, or vllm, sglang, deepseek (DP inside the group).", default="moewe"
     ),
     _shared("config", "YAML file of flags; the command line wins over it."),
-    _shared("log-level", "debug, info, warning or error; debug shows tracebacks.", default="info"),
+    _shared(
+        "log-level",
+        "debug, info, warning or error; debug shows tracebacks.",
+        default="info",
+        aliases=("--uvicorn-log-level",),
+    ),
+    _shared("log-format", "text, or json: one object a line, of all processes.", default="text"),
 )
 
 ALIASES = {

@@ -7,6 +7,8 @@ Units: bytes, ports.
 from __future__ import annotations
 
 import errno
+import ipaddress
+import logging
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +17,15 @@ from ..runtime.options import layout_config
 from ..text.parsers import output_format
 from ..topologies import expansion
 from .cli_values import Settings
+from .cors import checked_origins
+from .keys import KEY_VARIABLE, gather_keys
 from .options import ServerOptions
-from .stdout import put
+from .tls import tls_context
 
 if TYPE_CHECKING:
     from ..runtime.resolve import Resolved
+
+log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 MOST = 2**63
@@ -28,8 +34,10 @@ MOST = 2**63
 def serve(settings: Settings) -> int:
     """Serve until told to stop; returns the exit code."""
     options = server_options(settings.http)
+    tls_context(options)
     config = config_of(settings)
     with bind(options.host, options.port) as listener:
+        warn_of_open_door(listener, options)
         from ..runtime.generation_defaults import generation_defaults
         from ..runtime.resolve import check_checkpoint, resolve
         from ..runtime.session import locate
@@ -38,7 +46,9 @@ def serve(settings: Settings) -> int:
         resolved = resolve(config)
         check_checkpoint(resolved)
         generation_defaults(config.model)
-        put(announcement(resolved) + "\n")
+        from .console import tell
+
+        tell(announcement(resolved))
         from .serve import run_server
 
         return run_server(resolved, options, listener)
@@ -55,11 +65,27 @@ def server_options(http: dict[str, Any]) -> ServerOptions:
     port = values.get("port", 0)
     if not 0 <= port <= 65535:
         raise ValueError(f"--port {port} is not a port; use 0 to 65535")
-    for name, least in (("shutdown_timeout_s", 0.0), ("log_stats_interval_s", 0.0), ("max_body_bytes", 1024)):
+    least_of = {"shutdown_timeout_s": 0.0, "log_stats_interval_s": 0.0, "max_body_bytes": 1024, "limit_concurrency": 1}
+    for name, least in least_of.items():
         if name in values and not least <= values[name] < MOST:
             raise ValueError(f"{name}={values[name]!r} is not allowed; use at least {least:g}, and a finite number")
     output_format(values.get("tool_call_parser", "auto"), values.get("reasoning_parser", "auto"), None)
-    return ServerOptions(**values)
+    keys = gather_keys(values.get("api_keys", ()), values.get("api_key_file"))
+    return ServerOptions(**checked_origins(values) | {"api_keys": keys})
+
+
+def warn_of_open_door(listener: socket.socket, options: ServerOptions) -> None:
+    """Say so when other machines can reach a server that asks for no key, or for one that all on the way can read."""
+    host = listener.getsockname()[0]
+    if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        return
+    if not options.api_keys and not options.ssl_ca_certs:
+        log.warning(
+            "%s is open to other machines and no API key is asked: whoever reaches the port may use the model; set "
+            "--api-key-file or %s, or leave out --host", host, KEY_VARIABLE,
+        )  # fmt: skip
+    elif options.api_keys and not options.ssl_certfile:
+        log.warning("API keys cross the network unencrypted; use --ssl-certfile, or a proxy in front that does TLS")
 
 
 def bind(host: str, port: int) -> socket.socket:

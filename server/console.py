@@ -13,7 +13,10 @@ from contextlib import contextmanager
 
 from ..runtime.messages import Loading
 from ..telemetry import RankCounters
+from ..telemetry.logs import json_is_wanted
+from .options import ServerOptions
 from .state import ServerState
+from .stdout import put
 from .terminal import LoadingBars
 
 log = logging.getLogger(__name__)
@@ -45,9 +48,18 @@ class LoadingDisplay:
             yield
 
 
-def address(host: str, port: int) -> str:
+def address(options: ServerOptions, port: int) -> str:
     """Return the base URL of a server."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if options.ssl_certfile is None else "https"
+    return f"{scheme}://[{options.host}]:{port}" if ":" in options.host else f"{scheme}://{options.host}:{port}"
+
+
+def tell(text: str) -> None:
+    """Say something to whoever started the server: on stdout, or as a log line where all output is to be JSON."""
+    if json_is_wanted():
+        log.info("%s", text)
+    else:
+        put(text + "\n")
 
 
 class StatsLine:

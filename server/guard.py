@@ -1,4 +1,4 @@
-"""The door of the HTTP server: API key, size and pace of bodies, and a count of error answers.
+"""The door of the HTTP server: a place, an API key, and size and pace of bodies.
 
 Not routing: it stands before every route, known or not, so that no spelling of a path gets around it.
 Units: bytes, seconds.
@@ -7,18 +7,22 @@ Units: bytes, seconds.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import ApiError
+from .connections import NO_PLACE
+from .errors import ApiError, unavailable
+from .keys import KeyCheck
+from .page import PAGE_PATHS
 from .state import ServerState
 
 # Probes of an orchestrator cannot always carry a key, and these two tell nothing but up or down.
-OPEN_PATHS = frozenset({"/health", "/ready"})
-GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+PROBE_PATHS = frozenset({"/health", "/ready"})
+# What is open to everybody: exactly these spellings, to read. The page holds no data; it asks for the key itself.
+OPEN_PATHS = PROBE_PATHS | PAGE_PATHS
+OPEN_METHODS = frozenset({"GET", "HEAD"})
 BODY_PAUSE_S = 30.0
 # Beyond the first pause allowed, a body must come at least this fast: a byte now and then is no progress.
 BODY_BYTES_PER_S = 16 * 1024
@@ -29,24 +33,19 @@ class Guard:
 
     Args:
         app: what stands behind the door.
-        state: for its options and metrics.
+        state: for its options.
     """
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
         self._state = state
-        key = state.options.api_key
-        self._expected = None if key is None else f"Bearer {key}".encode()
+        self._keys = KeyCheck(state.options.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on, or answer it here."""
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1000})
-            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        send = self._counting(scope["path"], send)
         refusal = self._refusal(scope)
         if refusal is not None:
             await _answer(send, refusal)
@@ -54,29 +53,22 @@ class Guard:
         await self._app(scope, _Body(receive, self._state.options.max_body_bytes), send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        headers = dict(scope["headers"])
-        given = headers.get(b"authorization", b"")
-        guarded = self._expected is not None and scope["path"] not in OPEN_PATHS
-        if guarded and not hmac.compare_digest(given, self._expected or b""):
+        limit = scope.get("state", {}).get(NO_PLACE)
+        if limit is not None and scope["path"] not in PROBE_PATHS:
+            text = f"{limit} connections are open and that is the limit (--limit-concurrency); try again later"
+            refusal = unavailable(text, "too_many_connections")
+            refusal.headers |= _CLOSE
+            return refusal
+        is_open = scope["path"] in OPEN_PATHS and scope["method"] in OPEN_METHODS
+        if self._keys.asks and not is_open and not self._keys.accepts(scope["headers"]):
             return ApiError(
                 401, "no valid API key; send the header 'Authorization: Bearer KEY'",
                 code="invalid_api_key", headers={"www-authenticate": "Bearer"},
             )  # fmt: skip
-        length = headers.get(b"content-length", b"0")
+        length = dict(scope["headers"]).get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._state.options.max_body_bytes:
             return too_large(self._state.options.max_body_bytes)
         return None
-
-    def _counting(self, path: str, send: Send) -> Send:
-        if path not in GENERATING_PATHS:
-            return send
-
-        async def counting(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                self._state.metrics.error(message["status"])
-            await send(message)
-
-        return counting
 
 
 class _Body:

@@ -14,12 +14,16 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp
 
 from .answers import Answer, ChatAnswer, CompletionAnswer
+from .cors import with_origins
+from .entry import Entry
 from .errors import ApiError, invalid, server_error
 from .guard import Guard
 from .intake import Intake, chat_intake, completion_intake
 from .options import VERSION
+from .page import add_page
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
 from .state import Phase, ServerState
 from .streams import ClientGone, EventStream, collect, while_connected
@@ -29,15 +33,24 @@ log = logging.getLogger(__name__)
 _GONE = 499  # nobody reads it
 
 
-def build_app(state: ServerState) -> FastAPI:
-    """Return the application over `state`; it serves /health from the first moment."""
+def build_app(state: ServerState) -> ASGIApp:
+    """Return the application over `state`; it serves /health from the first moment.
+
+    The layers stand around all routes, and around the answer to a crash too: first the request's id, then other
+    origins (their browsers must be able to read a 401), then the door.
+    """
+    return Entry(with_origins(Guard(build_routes(state), state), state.options), state)
+
+
+def build_routes(state: ServerState) -> FastAPI:
+    """Return the routes without the layers that guard them."""
     app = FastAPI(title="moewe", version=VERSION, redirect_slashes=False, openapi_url=None)
     app.state.moewe = state
-    app.add_middleware(Guard, state=state)
     _add_error_handlers(app)
     _add_status_routes(app, state)
     _add_model_routes(app, state)
     _add_generation_routes(app, state)
+    add_page(app)
     return app
 
 

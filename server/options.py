@@ -18,7 +18,14 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         host, port: address to bind; loopback unless told otherwise.
         served_model_name: names under which requests may ask for the model; the first is reported.
-        api_key: bearer token asked of every route but the open ones; None asks nothing.
+        api_keys: one of these bearer tokens is asked of every route but the open ones; none asks nothing.
+        api_key_file: where further keys come from; `api_keys` holds them once they are read.
+        allowed_origins: web pages of other origins that may call the API; none unless asked, `*` is all.
+        allow_credentials, allowed_methods, allowed_headers: what those pages may send; none named is all.
+        ssl_certfile, ssl_keyfile: PEM files for TLS; without a key file the certificate's holds it.
+        ssl_ca_certs: clients must show a certificate of these authorities.
+        limit_concurrency: connections that may be open at once.
+        disable_access_log: no line a request.
         shutdown_timeout_s: how long SIGTERM lets running requests finish.
         max_body_bytes: larger request bodies are refused unread.
         log_stats_interval_s: a line of statistics this often while busy.
@@ -29,10 +36,25 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: tuple[str, ...] = ()
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
+    api_key_file: str | None = None
+    allowed_origins: tuple[str, ...] = ()
+    allow_credentials: bool = False
+    allowed_methods: tuple[str, ...] = ()
+    allowed_headers: tuple[str, ...] = ()
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
+    limit_concurrency: int = 16384
+    disable_access_log: bool = False
     shutdown_timeout_s: float = 30.0
     max_body_bytes: int = 16 * 1024 * 1024
     log_stats_interval_s: float = 10.0
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     enable_auto_tool_choice: bool = False
+
+    def __repr__(self) -> str:
+        """Everything but the keys: wherever options are shown, keys are not."""
+        shown = [f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "api_keys"]
+        return f"ServerOptions({', '.join(shown)}, {len(self.api_keys)} API keys)"

@@ -24,12 +24,14 @@ from ..runtime.metrics.export import Metrics
 from ..runtime.prompts import model_template, model_tokenizer, with_ends
 from ..runtime.replicas import ReplicaSet
 from ..runtime.resolve import Resolved, resolve
-from .console import LoadingDisplay, StatsLine, address
+from .connections import Connection
+from .console import LoadingDisplay, StatsLine, address, tell
 from .descriptors import raise_descriptor_limit
 from .http import build_app
 from .hub import Hub
 from .options import VERSION, ServerOptions
 from .state import Phase, ServerState
+from .tls import tls_context
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,6 @@ CLOSE_TIMEOUT_S = 3.0
 UNREADY_CLOSE_TIMEOUT_S = 0.8
 KEEP_ALIVE_S = 60
 MOST_HEADER_BYTES = 64 * 1024
-MOST_CONNECTIONS = 16384
 _TERM, _INTERRUPT, _LOST, _HTTP_ENDED = "term", "interrupt", "lost", "http ended"
 
 
@@ -103,6 +104,30 @@ def build_state(resolved: Resolved, options: ServerOptions) -> tuple[ServerState
     return state, resolved
 
 
+def http_config(state: ServerState) -> uvicorn.Config:
+    """Return how HTTP is served; no file is read here that was not checked at start."""
+    context = tls_context(state.options)
+    config = uvicorn.Config(
+        build_app(state),
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=state.options.limit_concurrency,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(CLOSE_TIMEOUT_S),
+        h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+    )
+    config.load()
+    config.ssl = context
+    return config
+
+
 class Server:
     """One server: HTTP and engines.
 
@@ -118,24 +143,7 @@ class Server:
         self._listener = listener
         self._began = time.monotonic()
         self._words: asyncio.Queue[str] = asyncio.Queue()
-        self._http = _Http(
-            uvicorn.Config(
-                build_app(state),
-                http="h11",
-                ws="none",
-                lifespan="off",
-                loop="asyncio",
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                limit_concurrency=MOST_CONNECTIONS,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=int(CLOSE_TIMEOUT_S),
-                h11_max_incomplete_event_size=MOST_HEADER_BYTES,
-            )
-        )
+        self._http = _Http(http_config(state))
         self._display = LoadingDisplay()
         self._failed: Failed | None = None
 
@@ -182,10 +190,10 @@ class Server:
         word = await self._words.get()
         if word != "ready":
             return word
-        url = address(self.state.options.host, self._listener.getsockname()[1])
+        url = address(self.state.options, self._listener.getsockname()[1])
         names = ", ".join(self.state.names)
         took = time.monotonic() - self._began
-        print(f"moewe serves {names} as {self._resolved.topology.short()} at {url} (ready in {took:.1f} s)", flush=True)
+        tell(f"moewe serves {names} as {self._resolved.topology.short()} at {url} (ready in {took:.1f} s)")
         return None
 
     async def _end(self, word: str) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import logging
 import os
 import select
 import signal
@@ -17,6 +16,7 @@ import sys
 import threading
 from typing import Any
 
+from ...telemetry.logs import set_up_inherited_logs
 from .channel import Channel
 
 _PR_SET_PDEATHSIG = 1
@@ -61,7 +61,5 @@ def hold_lifeline(sock: socket.socket) -> None:
 
 
 def log_as(name: str) -> None:
-    """Write log lines of this process to stderr, marked with `name`: ours, and warnings of libraries."""
-    line = f"%(asctime)s %(levelname)s [{name}] %(message)s"
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format=line, force=True)
-    logging.getLogger("moewe").setLevel(logging.INFO)
+    """Write log lines of this process to stderr, marked with `name`, in the form that was asked for."""
+    set_up_inherited_logs(name)

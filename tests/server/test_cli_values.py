@@ -79,7 +79,7 @@ def test_command_line_wins_over_file_over_default(tmp_path: Path) -> None:
     assert made.engine == {
         "model": "m", "max_num_seqs": 9, "max_model_len": 100, "kv_cache_memory_bytes": 1 << 20, "numa_bind": True,
     }  # fmt: skip
-    assert made.http == {"port": 9000, "api_key": "k"}
+    assert made.http == {"port": 9000, "api_keys": ("k",)}
     assert settings(config=path, numa_bind=False).engine["numa_bind"] is False
 
 

@@ -10,6 +10,7 @@ import pytest
 from moewe.runtime.messages import Loading, Stats
 from moewe.runtime.metrics.stats import encode_counters, rank_stats
 from moewe.server.console import LoadingDisplay, StatsLine, address
+from moewe.server.options import ServerOptions
 from moewe.telemetry import RankCounters
 from tests.support.fake_replicas import FakeReplicas, make_state, says, tokenizer
 
@@ -66,5 +67,5 @@ def test_progress_is_logged_in_quarters_off_a_terminal(caplog: pytest.LogCapture
 
 
 def test_address_of_an_ipv6_host_has_brackets() -> None:
-    assert address("127.0.0.1", 80) == "http://127.0.0.1:80"
-    assert address("::1", 80) == "http://[::1]:80"
+    assert address(ServerOptions(host="127.0.0.1"), 80) == "http://127.0.0.1:80"
+    assert address(ServerOptions(host="::1", ssl_certfile="a.pem"), 80) == "https://[::1]:80"

@@ -28,6 +28,7 @@ from moewe.runtime.text_output import TextOutput
 from moewe.server.http import build_app
 from moewe.server.hub import Hub
 from moewe.server.options import ServerOptions
+from moewe.server.serve import http_config
 from moewe.server.state import Phase, ServerState
 from moewe.telemetry import RankCounters
 from moewe.text import ChatTemplate, Tokenizer
@@ -166,16 +167,17 @@ def make_state(
 
 
 @asynccontextmanager
-async def served(state: ServerState) -> AsyncIterator[httpx.AsyncClient]:
-    """Serve `state` over HTTP on a free port and give a client to it."""
+async def served(state: ServerState, verify: Any = True) -> AsyncIterator[httpx.AsyncClient]:
+    """Serve `state` over HTTP or HTTPS on a free port and give a client to it."""
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(build_app(state), http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
-                            timeout_graceful_shutdown=1)  # fmt: skip
+    config = http_config(state)
+    config.timeout_graceful_shutdown = 1
     server = uvicorn.Server(config)
     task = asyncio.ensure_future(server._serve([listener]))
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    scheme = "http" if state.options.ssl_certfile is None else "https"
+    url = f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=20, verify=verify) as client:
             yield client
     finally:
         server.should_exit = True
@@ -193,11 +195,13 @@ def ask(state: ServerState, method: str, path: str, **kwargs: Any) -> httpx.Resp
     return asyncio.run(run())
 
 
-def with_server(state: ServerState, body: Callable[[httpx.AsyncClient], Coroutine[Any, Any, Any]]) -> Any:
+def with_server(
+    state: ServerState, body: Callable[[httpx.AsyncClient], Coroutine[Any, Any, Any]], verify: Any = True
+) -> Any:
     """Run `body(client)` against a server over `state`."""
 
     async def run() -> Any:
-        async with served(state) as client:
+        async with served(state, verify) as client:
             return await body(client)
 
     return asyncio.run(run())
