@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from .messages import LogprobEntry
 from .plan import TokenLogprobs
+from .seeds import GOLDEN, MASK, mix
 
 TokenText = Callable[[int], str]
-_MASK = (1 << 64) - 1
 
 
 def logprob_entries(found: TokenLogprobs, token_text: TokenText | None) -> tuple[LogprobEntry, ...]:
@@ -38,13 +38,6 @@ def seed_sequence(*key: int) -> Callable[[], int]:
     """Return a function that gives a new 63-bit seed at each call; equal keys give equal sequences."""
     base = 0
     for part in key:
-        base = _mix(base ^ (part & _MASK))
+        base = mix(base ^ (part & MASK))
     count = itertools.count()
-    return lambda: _mix((base + 0x9E3779B97F4A7C15 * (next(count) + 1)) & _MASK) >> 1
-
-
-def _mix(value: int) -> int:
-    """Scramble 64 bits (the finaliser of splitmix64)."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
+    return lambda: mix((base + GOLDEN * (next(count) + 1)) & MASK) >> 1

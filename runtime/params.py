@@ -1,18 +1,27 @@
 """How one request wants its tokens chosen and when to end: `SamplingParams`.
 
-Not the sampler (runtime/ranks/sampler.py) and not a wire format (server/protocol.py): one object for both doors.
+Not the sampler (runtime/ranks/sampler.py) and not a wire format (server/protocol.py): one object for both doors. What
+needs a model to be checked (token ids, bad words) is checked at the door (runtime/checked_params.py).
 Units: tokens; probabilities in [0, 1]; temperature 0 means greedy.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
+from .seeds import choice_seed
+
+MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 256
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 64
 STRUCTURED_KINDS = ("json", "json_object", "regex", "choice", "grammar")
 # Below this a softmax would overflow long before sampling could differ from the argmax.
 GREEDY_TEMPERATURE = 1e-2
@@ -26,10 +35,15 @@ class StructuredSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     Attributes:
         kind: one of `STRUCTURED_KINDS`.
         text: the JSON schema, the regular expression, the choices as a JSON list, or the grammar; empty for json_object.
+        thinking_start, thinking_end: marks between which the model may think first, freely; empty when it does not.
+        thinking: the output begins within them.
     """
 
     kind: str
     text: str = ""
+    thinking_start: str = ""
+    thinking_end: str = ""
+    thinking: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in STRUCTURED_KINDS:
@@ -40,67 +54,181 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What to generate for one prompt. Invalid values raise ValueError that names field, value and fix.
 
     Attributes:
-        max_tokens: most tokens to generate; None means until the context is full.
+        max_tokens: most tokens to generate; None means until the context is full, 0 only runs the prompt.
+        min_tokens: so many tokens are generated before an end token, a stop token or a stop string counts.
+        n: outputs for the prompt, each with random choices of its own.
         temperature: 0 is greedy; else logits are divided by it.
         top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
         top_k: keep this many most likely tokens; 0 or -1 keep all.
+        min_p: keep tokens at least this likely compared with the most likely one; 0 keeps all.
+        presence_penalty, frequency_penalty: taken off the logits of tokens in the output, once and for each time.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; 1 does nothing.
+        logit_bias: token id -> number added to its logit.
         seed: fixes the random choices whatever else runs; None draws one at admission.
         stop: strings at whose first appearance generation ends; they are not part of the text.
+        stop_token_ids: tokens that end generation as end-of-sequence tokens do.
+        bad_words: words that are not generated.
+        bad_word_tokens: the same as sequences of token ids; the door adds those of `bad_words`.
         ignore_eos: go on past end-of-sequence tokens.
-        logprobs: None, or how many alternatives to report beside each chosen token (0..20).
-        structured: what the text must look like; None leaves it free.
+        include_stop_str_in_output: the text ends with what stopped it.
         skip_special_tokens: leave special tokens out of the text.
+        logprobs: None, or how many alternatives to report beside each chosen token (0..20).
+        prompt_logprobs: the same for each token of the prompt but the first.
+        structured: what the text must look like; None leaves it free.
     """
 
     max_tokens: int | None = 16
+    min_tokens: int = 0
+    n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_word_tokens: tuple[tuple[int, ...], ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None
-    structured: StructuredSpec | None = None
+    include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structured: StructuredSpec | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
-        elif self.stop is None or isinstance(self.stop, list):
-            msgspec.structs.force_setattr(self, "stop", tuple(self.stop or ()))
-        for field, value, fine, fix in self._checks():
-            if not fine:
-                raise ValueError(f"{field}={value!r} is not allowed; {fix}")
-
-    def _checks(self) -> list[tuple[str, Any, bool, str]]:
-        def is_int(value: object) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool)
-
-        def is_number(value: object) -> bool:
-            return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-        stops = self.stop
-        return [
-            ("max_tokens", self.max_tokens,
-             self.max_tokens is None or (is_int(self.max_tokens) and self.max_tokens > 0),
-             "use an integer of at least 1"),
-            ("temperature", self.temperature, is_number(self.temperature) and 0 <= self.temperature <= 100,
-             "use a number from 0 (greedy) to 100"),
-            ("top_p", self.top_p, is_number(self.top_p) and 0 < self.top_p <= 1, "use a number above 0 and up to 1"),
-            ("top_k", self.top_k, is_int(self.top_k) and self.top_k >= -1,
-             "use 0 or -1 to keep all tokens, or a positive integer"),
-            ("seed", self.seed, self.seed is None or (is_int(self.seed) and -(2**63) <= self.seed < 2**63),
-             "use an integer of at most 64 bits"),
-            ("stop", stops, isinstance(stops, tuple) and len(stops) <= MAX_STOP_STRINGS
-             and all(isinstance(s, str) and s for s in stops),
-             f"use up to {MAX_STOP_STRINGS} strings, none empty"),
-            ("ignore_eos", self.ignore_eos, isinstance(self.ignore_eos, bool), "use true or false"),
-            ("logprobs", self.logprobs,
-             self.logprobs is None or (is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
-             f"use an integer from 0 to {MAX_LOGPROBS}"),
-        ]  # fmt: skip
+        for name in ("stop", "stop_token_ids", "bad_words", "bad_word_tokens"):
+            value = getattr(self, name)
+            if value is None or isinstance(value, list):
+                msgspec.structs.force_setattr(self, name, tuple(value or ()))
+        if self.bad_word_tokens and isinstance(self.bad_word_tokens, tuple):
+            plain = tuple(tuple(word) if isinstance(word, list) else word for word in self.bad_word_tokens)
+            msgspec.structs.force_setattr(self, "bad_word_tokens", plain)
+        if self.logit_bias is None or self.logit_bias:
+            msgspec.structs.force_setattr(self, "logit_bias", _token_bias(self.logit_bias))
+        for field, fine, fix in _CHECKS:
+            value = getattr(self, field)
+            if not fine(value):
+                raise ValueError(f"{field}={_shown(value)} is not allowed; {fix}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} is not allowed; use at most max_tokens, which is {self.max_tokens}"
+            )
 
     @property
     def greedy(self) -> bool:
         """True when the most likely token is always taken."""
         return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
+
+    def choices(self) -> tuple[SamplingParams, ...]:
+        """Return the parameters of each of the `n` outputs, n = 1 each; the first one also reports on the prompt."""
+        if self.n == 1:
+            return (self,)
+        return tuple(
+            msgspec.structs.replace(
+                self,
+                n=1,
+                seed=choice_seed(self.seed, choice),
+                prompt_logprobs=None if choice else self.prompt_logprobs,
+            )
+            for choice in range(self.n)
+        )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _integer(low: int, high: float) -> Callable[[Any], bool]:
+    return lambda value: _is_int(value) and low <= value <= high
+
+
+def _number(low: float, high: float) -> Callable[[Any], bool]:
+    return lambda value: _is_number(value) and low <= value <= high
+
+
+def _or_none(fine: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or fine(value)
+
+
+def _several(most: int, fine: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, tuple) and len(value) <= most and all(map(fine, value))
+
+
+def _is_word(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_bad_word(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+_TOKEN = _integer(0, 2**31 - 1)
+_COUNT = _integer(0, math.inf)
+_WORD_TOKENS = _several(MAX_BAD_WORD_TOKENS, _TOKEN)
+# (field, whether a value is fine, the fix), in the order in which they are looked at.
+_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("max_tokens", _or_none(_COUNT), "use an integer of at least 0, or null for as many as fit"),
+    ("min_tokens", _COUNT, "use an integer of at least 0"),
+    ("n", _integer(1, MAX_CHOICES), f"use an integer from 1 to {MAX_CHOICES}"),
+    ("temperature", _number(0, 100), "use a number from 0 (greedy) to 100"),
+    ("top_p", lambda value: _is_number(value) and 0 < value <= 1, "use a number above 0 and up to 1"),
+    ("top_k", _integer(-1, math.inf), "use 0 or -1 to keep all tokens, or a positive integer"),
+    ("min_p", _number(0, 1), "use a number from 0 (keeps all tokens) to 1"),
+    ("presence_penalty", _number(-2, 2), "use a number from -2 to 2"),
+    ("frequency_penalty", _number(-2, 2), "use a number from -2 to 2"),
+    ("repetition_penalty", _number(0.01, 100), "use a number from 0.01 to 100; 1 does nothing"),
+    ("logit_bias", lambda value: isinstance(value, dict) and len(value) <= MAX_LOGIT_BIAS,
+     f"use up to {MAX_LOGIT_BIAS} token ids, each with a number from -100 to 100"),
+    ("seed", _or_none(_integer(-(2**63), 2**63 - 1)), "use an integer of at most 64 bits"),
+    ("stop", _several(MAX_STOP_STRINGS, _is_word), f"use up to {MAX_STOP_STRINGS} strings, none empty"),
+    ("stop_token_ids", _several(MAX_STOP_TOKENS, _TOKEN), f"use up to {MAX_STOP_TOKENS} token ids"),
+    ("bad_words", _several(MAX_BAD_WORDS, _is_bad_word), f"use up to {MAX_BAD_WORDS} strings, none blank"),
+    ("bad_word_tokens", _several(2 * MAX_BAD_WORDS, lambda value: bool(value) and _WORD_TOKENS(value)),
+     f"use up to {2 * MAX_BAD_WORDS} sequences of 1 to {MAX_BAD_WORD_TOKENS} token ids"),
+    ("ignore_eos", _is_flag, "use true or false"),
+    ("include_stop_str_in_output", _is_flag, "use true or false"),
+    ("skip_special_tokens", _is_flag, "use true or false"),
+    ("logprobs", _or_none(_integer(0, MAX_LOGPROBS)), f"use an integer from 0 to {MAX_LOGPROBS}"),
+    ("prompt_logprobs", _or_none(_integer(0, MAX_LOGPROBS)), f"use an integer from 0 to {MAX_LOGPROBS}"),
+    ("structured", lambda value: value is None or isinstance(value, StructuredSpec), "use a StructuredSpec"),
+)  # fmt: skip
+
+
+def _token_bias(given: Any) -> Any:
+    """Return `given` with whole numbers as keys (JSON has only strings); what is no mapping is left for the checks."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        return given
+    bias = {}
+    for key, value in given.items():
+        text_id = isinstance(key, str) and key.isdecimal() and key.isascii() and len(key) < 12
+        token = int(key) if text_id else key
+        if not _TOKEN(token):
+            raise ValueError(f"logit_bias has the key {_shown(key)}, which is no token id; use whole numbers from 0")
+        if not _number(-100, 100)(value):
+            raise ValueError(
+                f"logit_bias has {_shown(value)} for token {token}, which is not allowed; use a number from -100 to 100"
+            )
+        bias[token] = float(value)
+    return bias
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

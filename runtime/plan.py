@@ -30,7 +30,11 @@ class SamplingState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         temperature, top_p, top_k: as in `SamplingParams`.
         seed: always set; the request's own, or one drawn when it arrived.
         num_logprobs: alternatives to report beside each chosen token; -1 when no log-probabilities were asked for.
-        eos_token_ids: tokens that end the sequence; empty when it ignores them.
+        eos_token_ids: tokens that end the sequence: end tokens unless it ignores them, and its stop tokens.
+        min_tokens: so many tokens are generated before one of those may be.
+        min_p, presence_penalty, frequency_penalty, repetition_penalty, logit_bias: as in `SamplingParams`.
+        bad_words: token sequences that are not generated.
+        num_prompt_logprobs: as `num_logprobs`, for tokens of the prompt.
     """
 
     temperature: float
@@ -39,6 +43,14 @@ class SamplingState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     seed: int
     num_logprobs: int
     eos_token_ids: tuple[int, ...]
+    min_tokens: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    num_prompt_logprobs: int = -1
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -48,9 +60,12 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         slot: index in the rank's batch, free before this plan (or released by it).
         sequence_id: unique over the engine's life; a preempted request comes back under a new one.
         tokens: i32, prompt and whatever was generated before.
-        max_length: total tokens at which the worker flags FINISH_LENGTH.
+        max_length: total tokens at which the worker flags FINISH_LENGTH; with no more than it has, it gets no token.
         sampling: see `SamplingState`.
         num_computed_tokens: how many of `tokens` are in KV already, in blocks that this plan grants; snapshots only.
+        num_prompt_tokens: how many of `tokens` are its prompt; -1 when all are.
+        prompt_logprobs_from: first place of the prompt whose log-probabilities have not been reported; nothing can be
+            said of place 0.
     """
 
     slot: int
@@ -59,6 +74,8 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     max_length: int
     sampling: SamplingState
     num_computed_tokens: int = 0
+    num_prompt_tokens: int = -1
+    prompt_logprobs_from: int = 1
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -148,17 +165,39 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     rank: int
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Log-probabilities at n places of a prompt, one after another; each piece goes on where the one before ended.
+
+    Attributes:
+        slot, sequence_id: whose.
+        start: the first place.
+        token_ids: i32 [n, 1 + k] flattened, the prompt's own token first, then the most likely ones in order.
+        logprobs: f32 [n, 1 + k] flattened.
+        ranks: i32 [n], of the prompt's own tokens, see `TokenLogprobs`.
+    """
+
+    slot: int
+    sequence_id: int
+    start: int
+    token_ids: bytes
+    logprobs: bytes
+    ranks: bytes
+
+
 class RankResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What one rank did in one step. Arrays of equal length n, one entry for each sequence that got a token.
+    """What one rank did in one step. Arrays of equal length n, one entry for each sequence that came on.
 
     Attributes:
         step: which step this answers.
-        slots, sequence_ids, tokens: i32, i64, i32 [n].
-        flags: u8 [n], FINISH_*; FINISH_ERROR means logits were not finite, its token is meaningless.
-        logprobs: for those that asked.
+        slots, sequence_ids: i32, i64 [n].
+        tokens: i32, those of each sequence in order, one sequence after another.
+        flags: u8 [n], FINISH_*; FINISH_ERROR means logits were not finite, its tokens are meaningless.
+        logprobs: for those that asked, one entry a token, in order.
         num_rows: rows really run (0 on an idle rank).
         busy_seconds: time from first to last operation.
         counters: now and then, the rank's counters (runtime/metrics/stats.py encodes them); else empty.
+        counts: i32 [n], how many of `tokens` belong to each sequence; empty when each got one.
+        prompt_logprobs: of chunks whose requests asked.
     """
 
     step: int
@@ -170,6 +209,8 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_rows: int = 0
     busy_seconds: float = 0.0
     counters: bytes = b""
+    counts: bytes = b""
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

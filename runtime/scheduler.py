@@ -221,7 +221,7 @@ class Scheduler:
         loads = steps.rank_loads(self._batch, growing=growing, blocked=blocked)
         while (request := self._queue.first()) is not None:
             prompt_blocks = np.array(self.config.group_needs(request.num_tokens))
-            worst_blocks = np.array(self.config.group_needs(request.max_length - 1))
+            worst_blocks = np.array(self.config.group_needs(request.most_computed))
             rank = loads.choose(prompt_blocks=prompt_blocks, worst_blocks=worst_blocks)
             if rank < 0:
                 break
@@ -244,22 +244,44 @@ class Scheduler:
         self._last_applied_step = result.step
         updates: list[SequenceUpdate] = []
         for rank, outcome in enumerate(result.ranks):
-            if outcome.slots:
+            if outcome.slots or outcome.prompt_logprobs:
                 self._apply_rank(rank, outcome, updates)
         return updates
 
     def _apply_rank(self, rank: int, outcome: RankResult, updates: list[SequenceUpdate]) -> None:
+        prompts = self._book_prompts(rank, outcome)
         slots, ids = unpack(outcome.slots), unpack(outcome.sequence_ids, "<i8")
         current = self._batch.sequence_id[rank, slots] == ids
-        logprobs = {entry.sequence_id: entry for entry in outcome.logprobs}
-        tokens, flags = unpack(outcome.tokens), unpack(outcome.flags, "u1")
-        rows = zip(slots.tolist(), ids.tolist(), tokens.tolist(), flags.tolist(), current.tolist(), strict=True)
-        for slot, sequence_id, token, flag, is_current in rows:
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        for entry in outcome.logprobs:
+            logprobs.setdefault(entry.sequence_id, []).append(entry)
+        flags = unpack(outcome.flags, "u1")
+        rows = zip(slots.tolist(), ids.tolist(), steps.tokens_of(outcome), flags.tolist(), current.tolist(), strict=True)
+        for slot, sequence_id, tokens, flag, is_current in rows:
             request = self._batch.requests[rank][slot] if is_current else self._departed.get(sequence_id)
-            if request is not None:  # else it was aborted or finished with this token in flight
-                updates.append(self._advance(request, token, flag, logprobs.get(sequence_id)))
+            if request is not None:  # else it was aborted or finished with these tokens in flight
+                update = self._advance(request, tokens, flag, tuple(logprobs.get(sequence_id, ())))
+                if prompts and (early := prompts.pop(sequence_id, None)) is not None:
+                    update.prompt_logprobs = early.prompt_logprobs
+                updates.append(update)
+        updates.extend(prompts.values())
 
-    def _advance(self, request: Request, token: int, flag: int, logprobs: TokenLogprobs | None) -> SequenceUpdate:
+    def _book_prompts(self, rank: int, outcome: RankResult) -> dict[int, SequenceUpdate]:
+        """Return updates, by sequence id, for requests whose prompts' log-probabilities came."""
+        updates: dict[int, SequenceUpdate] = {}
+        for piece in outcome.prompt_logprobs:
+            current = self._batch.sequence_id[rank, piece.slot] == piece.sequence_id
+            request = self._batch.requests[rank][piece.slot] if current else self._departed.get(piece.sequence_id)
+            if request is not None:
+                assert piece.start == request.num_prompt_logprobs + 1, "a place of a prompt is missing, or came twice"
+                request.num_prompt_logprobs += len(piece.ranks) // 4
+                update = updates.setdefault(piece.sequence_id, SequenceUpdate(request, []))
+                update.prompt_logprobs += (piece,)
+        return updates
+
+    def _advance(
+        self, request: Request, tokens: list[int], flag: int, logprobs: tuple[TokenLogprobs, ...]
+    ) -> SequenceUpdate:
         if flag == FINISH_ERROR:
             self._forget(request)
             error = (
@@ -267,11 +289,11 @@ class Scheduler:
                 "with dtype float16, bfloat16 holds larger ones"
             )
             return SequenceUpdate(request, [], (), "error", error)
-        request.generated.append(token)
+        request.generated += tokens
         reason = "stop" if flag == FINISH_STOP else "length" if flag == FINISH_LENGTH else None
         if reason is not None:
             self._forget(request)
-        return SequenceUpdate(request, [token], () if logprobs is None else (logprobs,), reason)
+        return SequenceUpdate(request, tokens, logprobs, reason)
 
     # --- leaving -----------------------------------------------------------------------------------------------------
     def _depart(self, request: Request, state: RequestState) -> None:
@@ -367,7 +389,7 @@ class Scheduler:
         for request_id, request in self._requests.items():
             assert request.request_id == request_id
             by_state[request.state] += 1
-            assert request.num_tokens < request.max_length, f"{request_id} has all its tokens"
+            assert not request.generated or request.num_tokens < request.max_length, f"{request_id} has all its tokens"
         assert by_state[RequestState.FINISHED] == 0
         assert by_state[RequestState.WAITING] == len(self._queue)
         assert by_state[RequestState.RUNNING] == self.num_running

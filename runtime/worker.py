@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,11 +29,13 @@ from .config import EngineConfig
 from .kv_layout import kv_layout, step_limits
 from .messages import KVAllocated, Loaded
 from .metrics.stats import encode_counters
-from .plan import FINISH_ERROR, Admission, Chunk, RankPlan, RankResult, SamplingState, StepHeader, TokenLogprobs, pack
+from .plan import FINISH_ERROR, Admission, Chunk, RankPlan, RankResult, SamplingState, StepHeader, pack
 from .ranks.batch import StepRows, WorkerBatch
-from .ranks.masks import forbidden, masked_rows
+from .ranks.finish import Committed
+from .ranks.logit_edits import LogitEdits, edited
 from .ranks.memory import blocks_that_fit, read_bandwidth
-from .ranks.sampler import finite_rows, sample, token_logprobs
+from .ranks.reports import chosen_logprobs, prompt_logprobs
+from .ranks.sampler import finite_rows, sample
 
 COUNTERS_EVERY_S = 0.25
 WARM_UP_TOKENS = 8
@@ -40,6 +43,16 @@ WARM_UP_STEPS = (-2, -1)
 
 # Sees every step: what ran, the final hidden states [T, D], and whose row each is, sequence ids [T] i64.
 Observer = Callable[[ForwardBatch, torch.Tensor, np.ndarray], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    """Of n sequences that came on: slots, how many of `tokens` each got, FINISH_* flags."""
+
+    slots: np.ndarray
+    tokens: np.ndarray
+    counts: np.ndarray
+    flags: np.ndarray
 
 
 class Worker:
@@ -191,20 +204,23 @@ class Worker:
             self.observer(forward, hidden, self.batch.sequence_ids[rows.row_slots])
         logits = self.decoder.logits(hidden[forward.sample_rows])
         healthy = self._judge(rows, hidden, logits)
-        tokens = sample(self._constrain(plan, rows, logits), self.batch.sampling(rows.sample_slots))
+        tokens = sample(self._scores(plan, rows, logits), self.batch.sampling_rows(rows.sample_slots))
         chosen = tokens.cpu().numpy()
-        logprobs = self._logprobs(rows, logits, tokens, healthy)
-        flags = self.batch.commit(rows, chosen, healthy)
-        slots, chosen, flags = self._end_unhealthy(rows, chosen, flags, healthy)
+        on_prompts = prompt_logprobs(self.batch, rows, hidden, self.decoder.logits, healthy)
+        logprobs = chosen_logprobs(self.batch, rows, logits, tokens, healthy)
+        kept = self.batch.commit(rows, chosen, healthy)
+        outcome = self._with_unhealthy(rows, chosen, kept, healthy)
         busy = time.perf_counter() - started
         self.counters.end_step(busy)
         return RankResult(
             step=header.step,
-            slots=pack(slots),
-            sequence_ids=pack(self.batch.sequence_ids[slots], "<i8"),
-            tokens=pack(chosen),
-            flags=pack(flags, "u1"),
+            slots=pack(outcome.slots),
+            sequence_ids=pack(self.batch.sequence_ids[outcome.slots], "<i8"),
+            tokens=pack(outcome.tokens),
+            flags=pack(outcome.flags, "u1"),
+            counts=b"" if (outcome.counts == 1).all() else pack(outcome.counts),
             logprobs=logprobs,
+            prompt_logprobs=on_prompts,
             num_rows=rows.num_rows,
             busy_seconds=busy,
             counters=self._due_counters(),
@@ -255,55 +271,28 @@ class Worker:
         healthy[rows.sample_slots[~finite_rows(logits).cpu().numpy()]] = False
         return healthy
 
-    def _constrain(self, plan: RankPlan, rows: StepRows, logits: torch.Tensor) -> torch.Tensor:
-        """Return what tokens are chosen from: `logits` less what the plan's masks forbid."""
-        if not plan.masks:
-            return logits
-        vocab = logits.shape[1]
-        at, words = masked_rows(plan.masks, rows.sample_slots, vocab)
-        index = torch.from_numpy(at).to(logits.device)
-        scores = logits.clone()  # log-probabilities are those of the model
-        scores[index] = scores[index].masked_fill(forbidden(words, vocab, logits.device), -torch.inf)
-        return scores
+    def _scores(self, plan: RankPlan, rows: StepRows, logits: torch.Tensor) -> torch.Tensor:
+        """Return what tokens are chosen from: `logits` as the sequences and the plan's masks change them."""
+        edits = self.batch.logit_edits(rows.sample_slots)
+        if plan.masks:
+            edits = edits or LogitEdits()
+            edits.add_masks(plan.masks, rows.sample_slots, logits.shape[1])
+        return logits if edits is None else edited(logits, edits)
 
-    def _end_unhealthy(
-        self, rows: StepRows, tokens: np.ndarray, flags: np.ndarray, healthy: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Zero the KV of unhealthy sequences; return slots, tokens and flags, with those that were not sampled."""
-        if healthy.all():
-            return rows.sample_slots, tokens, flags
-        ill = np.flatnonzero(~healthy)
-        # Masked positions are multiplied by zero, and zero times NaN is NaN: the next owner would suffer.
-        for slot in ill.tolist():
-            for group in range(len(self.batch.groups)):
-                self.storage.zero_blocks(torch.from_numpy(self.batch.blocks_of(slot, group)), group)
-        silent = np.setdiff1d(ill, rows.sample_slots)  # within their prompt
-        return (
-            np.concatenate([rows.sample_slots, silent]),
-            np.concatenate([tokens, np.zeros_like(silent)]),
-            np.concatenate([flags, np.full(silent.size, FINISH_ERROR, np.uint8)]),
-        )
-
-    def _logprobs(
-        self, rows: StepRows, logits: torch.Tensor, tokens: torch.Tensor, healthy: np.ndarray
-    ) -> tuple[TokenLogprobs, ...]:
-        wanted = self.batch.num_logprobs[rows.sample_slots]
-        at = np.flatnonzero((wanted >= 0) & healthy[rows.sample_slots])
-        if not at.size:
-            return ()
-        index = torch.from_numpy(at).to(logits.device)
-        found = token_logprobs(logits[index], tokens[index], int(wanted[at].max()))
-        sequence_ids = self.batch.sequence_ids[rows.sample_slots[at]].tolist()
-        chosen = tokens[index].tolist()
-        return tuple(
-            TokenLogprobs(
-                sequence_id=sequence_ids[i],
-                token_ids=(chosen[i], *found.top_ids[i, :num].tolist()),
-                logprobs=(float(found.chosen[i]), *found.top[i, :num].tolist()),
-                rank=int(found.rank[i]),
-            )
-            for i, num in enumerate(wanted[at].tolist())
-        )
+    def _with_unhealthy(self, rows: StepRows, tokens: np.ndarray, kept: Committed, healthy: np.ndarray) -> _Outcome:
+        """Return what to report, with those that ended unhealthy before they were sampled; their KV is zeroed."""
+        slots, counts, flags = rows.sample_slots, kept.counts, kept.flags
+        if not healthy.all():
+            ill = np.flatnonzero(~healthy)
+            # Masked positions are multiplied by zero, and zero times NaN is NaN: the next owner would suffer.
+            for slot in ill.tolist():
+                for group in range(len(self.batch.groups)):
+                    self.storage.zero_blocks(torch.from_numpy(self.batch.blocks_of(slot, group)), group)
+            silent = np.setdiff1d(ill, slots)  # within their prompt
+            slots = np.concatenate([slots, silent])
+            counts = np.concatenate([counts, np.zeros_like(silent)])
+            flags = np.concatenate([flags, np.full(silent.size, FINISH_ERROR, np.uint8)])
+        return _Outcome(slots=slots, tokens=tokens[kept.counts > 0], counts=counts, flags=flags)
 
     def _due_counters(self) -> bytes:
         """Return the counters every quarter second, and when nothing runs any more."""

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...kvcache.groups import first_visible_rows
-from ..params import GREEDY_TEMPERATURE
-from ..plan import FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Admission, Chunk, RankPlan, unpack
+from ..plan import FINISH_ERROR, FINISH_NONE, Admission, Chunk, RankPlan, unpack
+from .finish import Committed, commit_tokens
+from .logit_edits import LogitEdits
 from .sampler import SamplingRows
+from .sampling_state import SlotSampling
 
 FREE = -1
 
@@ -116,13 +118,7 @@ class WorkerBatch:
         self.last_token = np.zeros(num_slots, np.int64)
         self.decoding = np.zeros(num_slots, np.bool_)
         self.finished = np.zeros(num_slots, np.bool_)
-        self.greedy = np.zeros(num_slots, np.bool_)
-        self.temperature = np.ones(num_slots, np.float64)
-        self.top_p = np.ones(num_slots, np.float64)
-        self.top_k = np.zeros(num_slots, np.int64)
-        self.seed = np.zeros(num_slots, np.uint64)
-        self.num_logprobs = np.full(num_slots, -1, np.int64)
-        self.eos_token_ids = np.full((num_slots, 1), -1, np.int64)  # [S, most end tokens of any request], -1 padded
+        self.sampling = SlotSampling(num_slots)
 
     def apply(self, plan: RankPlan, *, snapshot: bool = False) -> None:
         """Take over what `plan` releases, admits and grants; with `snapshot` forget everything first."""
@@ -188,39 +184,35 @@ class WorkerBatch:
             sample_slots=np.concatenate(sample_slots),
         )
 
-    def sampling(self, slots: np.ndarray) -> SamplingRows:
+    def sampling_rows(self, slots: np.ndarray) -> SamplingRows:
         """Return how the next token of each of `slots` is to be chosen, [K] a field."""
-        return SamplingRows(
-            greedy=self.greedy[slots],
-            temperature=self.temperature[slots],
-            top_p=self.top_p[slots],
-            top_k=self.top_k[slots],
-            seed=self.seed[slots],
-            position=self.num_tokens[slots],
-        )
+        return self.sampling.rows(slots, self.num_tokens[slots])
 
-    def commit(self, rows: StepRows, tokens: np.ndarray, healthy: np.ndarray) -> np.ndarray:
-        """Book the outcome of a step and return the FINISH_* flags of its samples, [K] u8.
+    def logit_edits(self, slots: np.ndarray) -> LogitEdits | None:
+        """Return what `slots` do to the logits of their next token, masks aside; None for nothing."""
+        return self.sampling.edits(slots, self.num_tokens[slots])
+
+    def commit(self, rows: StepRows, tokens: np.ndarray, healthy: np.ndarray) -> Committed:
+        """Book the outcome of a step; return what its samples keep and whether they end.
 
         Args:
             rows: what ran.
-            tokens: [K] i64, chosen at `rows.sample_rows`.
+            tokens: [K] or [K, Q] i64, chosen at `rows.sample_rows`, see `commit_tokens`.
             healthy: [S] bool by slot; False where something was not finite: the sequence ends.
         """
         self.num_computed_tokens[rows.decode_slots] += 1
         for segment in rows.segments:
             self.num_computed_tokens[segment.slot] = segment.num_computed_tokens + segment.num_rows
-        slots = rows.sample_slots
-        self.num_tokens[slots] += 1
-        self.last_token[slots] = tokens
+        slots, tokens = rows.sample_slots, tokens if tokens.ndim > 1 else tokens[:, None]
+        kept = commit_tokens(tokens, self.num_tokens[slots], self.max_length[slots], self.sampling.ends[slots])
+        self.num_tokens[slots] += kept.counts
+        self.last_token[slots] = tokens[np.arange(slots.size), np.maximum(kept.counts - 1, 0)]
         self.decoding[slots] = True
-        flags = np.full(slots.size, FINISH_NONE, np.uint8)
-        flags[self.num_tokens[slots] >= self.max_length[slots]] = FINISH_LENGTH
-        flags[(self.eos_token_ids[slots] == tokens[:, None]).any(1)] = FINISH_STOP
-        flags[~healthy[slots]] = FINISH_ERROR
-        self.finished[slots] = flags != FINISH_NONE
+        self.sampling.note(slots, tokens, kept.counts)
+        kept.flags[~healthy[slots]] = FINISH_ERROR
+        self.finished[slots] = kept.flags != FINISH_NONE
         self.finished |= ~healthy
-        return flags
+        return kept
 
     def blocks_of(self, slot: int, group: int = 0) -> np.ndarray:
         """Return the blocks of `group` that `slot` held in the step that ran last, [n] i64."""
@@ -270,11 +262,12 @@ class WorkerBatch:
         self.finished[slots] = False
         self.num_tokens[slots] = 0
         self.num_computed_tokens[slots] = 0
+        self.sampling.release(slots)
         for slot in slots.tolist():
             self.tokens[slot] = np.empty(0, np.int32)
 
     def _admit(self, admission: Admission) -> None:
-        slot, sampling = admission.slot, admission.sampling
+        slot = admission.slot
         assert self.sequence_ids[slot] == FREE, f"slot {slot} is taken"
         tokens = unpack(admission.tokens)
         self.tokens[slot] = tokens
@@ -282,15 +275,4 @@ class WorkerBatch:
         self.num_tokens[slot] = tokens.size
         self.num_computed_tokens[slot] = admission.num_computed_tokens
         self.max_length[slot] = admission.max_length
-        self.greedy[slot] = sampling.temperature < GREEDY_TEMPERATURE or sampling.top_k == 1
-        self.temperature[slot] = sampling.temperature
-        self.top_p[slot] = sampling.top_p
-        self.top_k[slot] = sampling.top_k
-        self.seed[slot] = sampling.seed & 0xFFFF_FFFF_FFFF_FFFF
-        self.num_logprobs[slot] = sampling.num_logprobs
-        ends = np.asarray(sampling.eos_token_ids, np.int64)
-        if ends.size > self.eos_token_ids.shape[1]:
-            extra = ends.size - self.eos_token_ids.shape[1]
-            self.eos_token_ids = np.pad(self.eos_token_ids, ((0, 0), (0, extra)), constant_values=-1)
-        self.eos_token_ids[slot] = -1
-        self.eos_token_ids[slot, : ends.size] = ends
+        self.sampling.admit(admission)

@@ -1,6 +1,6 @@
-"""Logits to tokens, vectorised over rows: greedy, temperature, top_k, top_p, and log-probabilities.
+"""Logits to tokens, vectorised over rows: greedy, temperature, min_p, top_k, top_p, and log-probabilities.
 
-Not a grammar and not a stop rule; rows never look at each other, so a row's token is the same in every batch.
+What requests do to logits before is logit_edits.py's: forbidden tokens come as -inf. Not a grammar and not a stop rule; rows never look at each other, so a row's token is the same in every batch.
 Shapes: N rows, V vocabulary; logits [N, V] f32; per-row settings are numpy [N]. Ties go to the lower id everywhere.
 """
 
@@ -15,6 +15,7 @@ from .randomness import uniform
 
 # A nucleus rarely holds more tokens than this; where it does, the row's whole vocabulary is sorted.
 _NUM_CANDIDATES = 1024
+LEAST_LOGPROB = -9999.0
 _RUN = 256  # ids summed at once when the distribution function is inverted
 
 
@@ -26,6 +27,7 @@ class SamplingRows:
         greedy: [N] bool, take the most likely token.
         temperature, top_p: [N] f64.
         top_k: [N] i64; 0 and below keep all.
+        min_p: [N] f64; 0 keeps all.
         seed: [N] u64.
         position: [N] i64, index in its sequence of the token to choose.
     """
@@ -34,6 +36,7 @@ class SamplingRows:
     temperature: np.ndarray
     top_p: np.ndarray
     top_k: np.ndarray
+    min_p: np.ndarray
     seed: np.ndarray
     position: np.ndarray
 
@@ -44,6 +47,7 @@ class SamplingRows:
             temperature=self.temperature[rows],
             top_p=self.top_p[rows],
             top_k=self.top_k[rows],
+            min_p=self.min_p[rows],
             seed=self.seed[rows],
             position=self.position[rows],
         )
@@ -51,7 +55,7 @@ class SamplingRows:
 
 @dataclass(frozen=True, kw_only=True)
 class RowLogprobs:
-    """Log-softmax of the raw logits at each row.
+    """Log-softmax of the raw logits at each row; nothing is below LEAST_LOGPROB, so that JSON can say it.
 
     Attributes:
         chosen: [N] f32, of the chosen token.
@@ -67,7 +71,7 @@ class RowLogprobs:
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Choose a token a row, [N] i64. Rows must be finite (see `finite_rows`)."""
+    """Choose a token a row, [N] i64. The best of each row must be finite; tokens of -inf are never chosen."""
     tokens = logits.argmax(-1)
     chance = np.flatnonzero(~rows.greedy)
     if chance.size:
@@ -83,7 +87,7 @@ def finite_rows(values: torch.Tensor) -> torch.Tensor:
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> RowLogprobs:
     """Return the log-probability of `tokens` [N] i64 and of the `num_top` most likely ones of each row."""
-    logprobs = logits.float().log_softmax(-1)
+    logprobs = logits.float().log_softmax(-1).clamp_(min=LEAST_LOGPROB)
     chosen = logprobs.gather(1, tokens[:, None])
     ids, top = _most_likely(logprobs, num_top)
     return RowLogprobs(
@@ -98,6 +102,9 @@ def _draw(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     device, vocab = logits.device, logits.shape[1]
     temperature = torch.from_numpy(rows.temperature.astype(np.float32)).to(device)
     weights = ((logits - logits.amax(-1, keepdim=True)) / temperature[:, None]).exp()  # [N, V], 1 at the most likely
+    if rows.min_p.any():
+        least = torch.from_numpy(rows.min_p.astype(np.float32)).to(device)
+        weights.masked_fill_(weights < least[:, None], 0.0)
     limited = (rows.top_k > 0) & (rows.top_k < vocab)
     filtered = np.flatnonzero(limited | (rows.top_p < 1))
     if filtered.size:

@@ -46,7 +46,7 @@ def check_fits(request: Request, config: SchedulerConfig) -> int:
     # The last token is never fed back, so it needs no KV.
     most = min(config.max_model_len, config.capacity_tokens + 1)
     length = most if asked is None else prompt + asked
-    if length > most or length <= prompt:
+    if max(length, prompt + 1) > most:
         room = most - prompt
         fix = f"lower max_tokens to at most {room}" if room > 0 else f"shorten the prompt to at most {most - 1} tokens"
         raise AdmissionError(

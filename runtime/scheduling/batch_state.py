@@ -25,7 +25,7 @@ class BatchState:
         sequence_id: i64, -1 where free.
         computed: i32, tokens in KV after the last planned step.
         known: i32, tokens it was admitted with; it samples first when all of them are in KV.
-        limit: i32, tokens in KV when its last token is sampled (`max_length - 1`).
+        limit: i32, tokens in KV when its last token is sampled (`Request.most_computed`).
         granted: i32, blocks that it was given in each group so far: always ceil(computed / block_size).
         constrained: bool, it samples only with a mask of its own.
         held: bool, constrained and the mask of its next token has not come: it runs no row that samples.
@@ -70,7 +70,7 @@ class BatchState:
         self.sequence_id[rank, slot] = sequence_id
         self.computed[rank, slot] = 0
         self.known[rank, slot] = request.num_tokens
-        self.limit[rank, slot] = request.max_length - 1
+        self.limit[rank, slot] = request.most_computed
         self.constrained[rank, slot], self.held[rank, slot] = request.constrained, request.awaits_mask
         self.requests[rank][slot] = request
         request.rank, request.slot, request.sequence_id = rank, slot, sequence_id

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ..params import SamplingParams
-from ..plan import TokenLogprobs
+from ..plan import PromptLogprobs, TokenLogprobs
 
 
 class RequestState(Enum):
@@ -47,6 +47,7 @@ class Request:
         num_preemptions: how often it lost its slot to others.
         constrained: it samples only with a mask of its own, one a token (see `Scheduler.release`).
         awaits_mask: the mask of its next token has not come.
+        num_prompt_logprobs: places of the prompt whose log-probabilities were reported.
         mask: of its next token, in the form of `TokenMask.words`; None allows all.
     """
 
@@ -68,11 +69,17 @@ class Request:
     constrained: bool = False
     awaits_mask: bool = False
     mask: bytes | None = None
+    num_prompt_logprobs: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Known tokens: the prompt and what was generated."""
         return len(self.prompt_token_ids) + len(self.generated)
+
+    @property
+    def most_computed(self) -> int:
+        """Tokens in KV when nothing is left to run: all but the last, or the whole prompt where nothing is generated."""
+        return max(self.max_length - 1, len(self.prompt_token_ids))
 
     def token_ids(self) -> np.ndarray:
         """Return all known tokens, i32 [num_tokens]."""
@@ -87,6 +94,7 @@ class SequenceUpdate(msgspec.Struct, eq=False, gc=False):
         request: whose; `request.generated` holds the tokens already.
         token_ids: new tokens, in order.
         logprobs: one entry a new token, empty when not asked.
+        prompt_logprobs: of places of the prompt, in order, each once; empty when not asked.
         finish_reason: None, `stop`, `length` or `error`; when set, the scheduler has forgotten the request.
         error: what went wrong when it is `error`.
     """
@@ -96,3 +104,4 @@ class SequenceUpdate(msgspec.Struct, eq=False, gc=False):
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: str | None = None
     error: str | None = None
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()

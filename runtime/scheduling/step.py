@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..params import EXPECTED_OUTPUT_TOKENS
-from ..plan import Admission, Chunk, RankPlan, SamplingState, TokenMask, pack
+from ..plan import Admission, Chunk, RankPlan, RankResult, SamplingState, TokenMask, pack, unpack
 from .admission import RankLoads
 from .batch_state import DECODE, FREE, PREFILL, BatchState
 from .policy import precedence, share_tokens
@@ -162,10 +162,29 @@ def admission(request: Request, eos_token_ids: tuple[int, ...], *, num_computed_
             top_k=params.top_k,
             seed=request.seed,
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
-            eos_token_ids=() if params.ignore_eos else eos_token_ids,
+            eos_token_ids=(() if params.ignore_eos else eos_token_ids) + params.stop_token_ids,
+            min_tokens=params.min_tokens,
+            min_p=params.min_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logit_bias=params.logit_bias,
+            bad_words=params.bad_word_tokens,
+            num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         ),
         num_computed_tokens=num_computed_tokens,
+        num_prompt_tokens=len(request.prompt_token_ids) if request.generated else -1,
+        prompt_logprobs_from=request.num_prompt_logprobs + 1,
     )
+
+
+def tokens_of(outcome: RankResult) -> list[list[int]]:
+    """Return the new tokens of each sequence of a result, in its order."""
+    tokens = unpack(outcome.tokens).tolist()
+    if not outcome.counts:
+        return [[token] for token in tokens]
+    ends = np.cumsum(unpack(outcome.counts)).tolist()
+    return [tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def delta_plans(

@@ -52,7 +52,7 @@ class FakeGroup:
         tokens = (rows.input_ids[rows.sample_rows] + 1) % VOCAB_SIZE
         healthy = np.ones(batch.num_slots, np.bool_)
         healthy[[slot for slot in rows.sample_slots.tolist() if batch.last_token[slot] in self.ill]] = False
-        flags = batch.commit(rows, tokens, healthy)
+        flags = batch.commit(rows, tokens, healthy).flags
         assert set(flags[~healthy[rows.sample_slots]].tolist()) <= {FINISH_ERROR}
         return RankResult(
             step=0, slots=pack(rows.sample_slots), sequence_ids=pack(batch.sequence_ids[rows.sample_slots], "<i8"),

@@ -14,20 +14,21 @@ from moewe.runtime.ranks.sampler import SamplingRows, finite_rows, sample, token
 from tests.support.numerics import LOGPROBS, PROBABILITIES
 
 
-def make_rows(num, *, temperature=1.0, top_p=1.0, top_k=0, seed=None, position=None):
-    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
+def make_rows(num, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None, position=None):
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     return SamplingRows(
         greedy=np.full(num, params.greedy),
         temperature=np.full(num, temperature, np.float64),
         top_p=np.full(num, top_p, np.float64),
         top_k=np.full(num, top_k, np.int64),
+        min_p=np.full(num, min_p, np.float64),
         seed=np.arange(num, dtype=np.uint64) if seed is None else np.full(num, seed, np.uint64),
         position=np.arange(num) if position is None else np.asarray(position, np.int64),
     )
 
 
 def join(parts):
-    names = ("greedy", "temperature", "top_p", "top_k", "seed", "position")
+    names = ("greedy", "temperature", "top_p", "top_k", "min_p", "seed", "position")
     return SamplingRows(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 

@@ -44,9 +44,9 @@ class BatchRank:
             self.write(group, rows)
             self.read(group, rows)
         slots = rows.sample_slots
-        at = zip(batch.seed[slots].tolist(), batch.num_tokens[slots].tolist(), strict=True)
+        at = zip(batch.sampling.seed[slots].tolist(), batch.num_tokens[slots].tolist(), strict=True)
         tokens = np.array([next_token(seed, position) for seed, position in at], np.int64)
-        flags = batch.commit(rows, tokens, np.ones(batch.num_slots, np.bool_))
+        flags = batch.commit(rows, tokens, np.ones(batch.num_slots, np.bool_)).flags
         batch.check_invariants()
         return RankResult(
             step=header.step,

@@ -49,7 +49,7 @@ def step(batch, plan, token=1, healthy=None, **kwargs):
     batch.apply(plan, **kwargs)
     rows = batch.rows(plan.chunks, plan.held)
     tokens = np.full(rows.sample_slots.size, token)
-    flags = batch.commit(rows, tokens, np.ones(batch.num_slots, bool) if healthy is None else healthy)
+    flags = batch.commit(rows, tokens, np.ones(batch.num_slots, bool) if healthy is None else healthy).flags
     batch.check_invariants()
     return rows, flags.tolist()
 
@@ -76,7 +76,7 @@ def test_a_whole_prompt_in_one_chunk():
 
 def test_a_sampled_chunk_decodes_from_the_next_step_on():
     batch, *_ = started()
-    assert batch.sampling(np.array([2])).position.tolist() == [6]
+    assert batch.sampling_rows(np.array([2])).position.tolist() == [6]
     rows, _ = step(batch, RankPlan(num_decodes=1), token=51)
     assert (rows.input_ids.tolist(), rows.positions.tolist(), rows.groups[0].slot_mapping.tolist()) == ([50], [5], [13])
     assert (rows.decode_lengths.tolist(), rows.groups[0].decode_tables.tolist()) == ([6], [[10, 3]])
@@ -177,8 +177,8 @@ def test_end_tokens_widen_and_negative_seeds_wrap():
             admitted=(admit(0, [1], seed=-1, eos_token_ids=(1, 2, 3)), admit(1, [1], sequence_id=5, eos_token_ids=(4,)))
         )
     )
-    assert batch.eos_token_ids[:2].tolist() == [[1, 2, 3], [4, -1, -1]]
-    assert int(batch.seed[0]) == 2**64 - 1
+    assert batch.sampling.ends[:2].tolist() == [[1, 2, 3], [4, -1, -1]]
+    assert int(batch.sampling.seed[0]) == 2**64 - 1
 
 
 @settings(max_examples=60, deadline=None)

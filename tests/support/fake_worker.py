@@ -98,7 +98,7 @@ class FakeWorker:
         rows = self._batch.rows(plan.chunks, plan.held)
         self._counters.begin_step(header.kind, rows.num_rows)
         tokens = (rows.input_ids[rows.sample_rows] + 1) % VOCAB_SIZE
-        flags = self._batch.commit(rows, tokens, np.ones(self._batch.num_slots, np.bool_))
+        flags = self._batch.commit(rows, tokens, np.ones(self._batch.num_slots, np.bool_)).flags
         self._batch.check_invariants()
         return RankResult(
             step=header.step,
