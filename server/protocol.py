@@ -1,102 +1,145 @@
 """What OpenAI clients may ask of /v1/completions and /v1/chat/completions, checked field by field.
 
 Not a check against the model (server/intake.py) and not an answer (server/answers.py). A field that we do not know, or
-know but cannot honour, is refused by name; none is dropped silently but those in IGNORED, which change no output.
+know but cannot honour, is refused by name (server/field_table.py). What is said of each field here is what the OpenAPI
+document and docs/api.md say.
 Units: tokens, probabilities; JSON bytes in.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
+import re
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from functools import cached_property
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from ..runtime.params import SamplingParams
+from ..runtime.params import (
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    SamplingParams,
+)
+from .chat_messages import ChatMessage
 from .errors import ApiError, invalid
-from .tool_fields import ToolChoice, checked_calls, checked_choice, checked_tools
+from .field_table import IGNORED, UNSUPPORTED, as_json, check_extra, check_inner
+from .strict import Strict, described, parse
+from .structured_fields import FIELDS as STRUCTURED_FIELDS
+from .structured_fields import AskedStructure, asked_structure
+from .tool_fields import MOST_TOOLS, ToolChoice, checked_choice, checked_tools
 
-# They change no output: labels for the operator of another service, hints for caches and billing.
-IGNORED = frozenset({
-    "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-    "service_tier", "store", "user",
-})  # fmt: skip
-# Known to OpenAI or to other servers, not offered yet. The values listed ask for nothing, so they are fine.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "audio": (None,),
-    "best_of": (None, 1),
-    "chat_template": (None,),
-    "documents": (None, []),
-    "echo": (None, False),
-    "frequency_penalty": (None, 0),
-    "function_call": (None, "none"),
-    "functions": (None, []),
-    "guided_json": (None,),
-    "logit_bias": (None, {}),
-    "min_p": (None, 0),
-    "min_tokens": (None, 0),
-    "modalities": (None, ["text"]),
-    "n": (None, 1),
-    "prediction": (None,),
-    "presence_penalty": (None, 0),
-    "prompt_logprobs": (None,),
-    "reasoning_effort": (None,),
-    "repetition_penalty": (None, 1),
-    "response_format": (None, {"type": "text"}),
-    "skip_special_tokens": (None, True),
-    "stop_token_ids": (None, []),
-    "suffix": (None, ""),
-    "verbosity": (None,),
-    "web_search_options": (None,),
-}
+__all__ = ["IGNORED", "UNSUPPORTED", "ChatRequest", "CompletionRequest", "GenerationRequest", "StreamOptions", "parse"]
 
-# Fields of chats: on the other route they are as unknown as any.
-CHAT_ONLY = frozenset({"function_call", "functions", "parallel_tool_calls", "tool_choice", "tools"})
+# Fields that are parameters of sampling under the same name; null leaves them to the model's defaults.
+SAMPLING_FIELDS = (
+    "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "stop_token_ids", "bad_words", "ignore_eos", "include_stop_str_in_output",
+    "skip_special_tokens", "prompt_logprobs",
+)  # fmt: skip
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+class StreamOptions(Strict):
+    """`stream_options`."""
+
+    include_usage: bool | None = described("a last chunk with totals; earlier ones have `usage: null`")
+    continuous_usage_stats: bool | None = described("with `include_usage`: every chunk tells the usage so far")
+    include_obfuscation: bool | None = described("taken without effect: no padding is added")
 
 
-class StreamOptions(_Strict):
-    """`stream_options`: `include_usage` asks for a last chunk with totals."""
-
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
-
-
-class GenerationRequest(_Strict):
+class GenerationRequest(Strict):
     """What both routes share."""
 
-    model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    ignore_eos: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
-    add_special_tokens: bool | None = None
+    model: str | None = described("one of the served names; missing or another is a 404")
+    max_tokens: int | None = described(
+        "most tokens to generate; prompt and output must fit the context. Without it completions get 16, chats the "
+        "model's `max_new_tokens` or all there is", minimum=0,
+    )  # fmt: skip
+    min_tokens: int | None = described("so many tokens before an end token or a stop counts; default 0", minimum=0)
+    temperature: float | None = described("0 is greedy; default the model's, else 1", minimum=0, maximum=100)
+    top_p: float | None = described("keep the likeliest tokens that reach this; default the model's, else 1",
+                                    exclusiveMinimum=0, maximum=1)  # fmt: skip
+    top_k: int | None = described("keep so many; 0 or -1 all; default the model's, else 0", minimum=-1)
+    min_p: float | None = described("keep tokens at least this likely compared with the likeliest; default 0",
+                                    minimum=0, maximum=1)  # fmt: skip
+    presence_penalty: float | None = described("off the logits of tokens in the output, once; default 0",
+                                               minimum=-2, maximum=2)  # fmt: skip
+    frequency_penalty: float | None = described("off the logits of tokens in the output, each time; default 0",
+                                                minimum=-2, maximum=2)  # fmt: skip
+    repetition_penalty: float | None = described(
+        "divides positive and multiplies negative logits of tokens in prompt or output; default 1",
+        minimum=0.01, maximum=100,
+    )  # fmt: skip
+    logit_bias: dict[str, float] | None = described(
+        "token id (as text) -> number from -100 to 100 added to its logit", maxProperties=MAX_LOGIT_BIAS
+    )
+    seed: int | None = described(
+        "fixes the random choices, whatever else runs; choice 0 of n has it, the others have seeds derived from it",
+        minimum=-(2**63), maximum=2**64 - 1,
+    )  # fmt: skip
+    n: int | None = described("choices for each prompt; `--max-n` sets the limit; default 1", minimum=1,
+                              maximum=MAX_CHOICES)  # fmt: skip
+    stop: str | list[str] | None = described("strings at whose first appearance the text ends, before them",
+                                             minLength=1, maxItems=MAX_STOP_STRINGS)  # fmt: skip
+    stop_token_ids: list[int] | None = described("tokens that end the text as end tokens do", maxItems=MAX_STOP_TOKENS)
+    bad_words: list[str] | None = described("words that are not generated", maxItems=MAX_BAD_WORDS)
+    ignore_eos: bool | None = described("go on past end tokens; default false")
+    include_stop_str_in_output: bool | None = described("the text ends with what stopped it; default false")
+    skip_special_tokens: bool | None = described("leave special tokens out of the text; default true")
+    prompt_logprobs: int | None = described(
+        "alternatives to report for each token of the prompt; not with `stream`", minimum=0, maximum=MAX_LOGPROBS
+    )
+    stream: bool | None = described("answer as server-sent events; default false")
+    stream_options: StreamOptions | None = described("only with `stream`")
+    priority: int | None = described("lower runs first; any but 0 only with `--schedule-policy priority`",
+                                     minimum=-(2**31), maximum=2**31 - 1)  # fmt: skip
+    add_special_tokens: bool | None = described(
+        "let the tokenizer add its BOS; default true for completions and false for chats, whose template writes it"
+    )
+    return_token_ids: bool | None = described("tell `prompt_token_ids` and each choice's `token_ids`; default false")
+    return_tokens_as_token_ids: bool | None = described(
+        "log-probabilities name tokens `token_id:ID`, which is exact where texts are not; default false"
+    )
+
+    response_format: Any = described("the form of the text: `text`, `json_object`, or `json_schema` with a schema",
+                                     types=["object", "null"])  # fmt: skip
+    structured_outputs: dict[str, Any] | None = described(
+        "as vLLM: one of `json`, `regex`, `choice`, `grammar`, `json_object`"
+    )
+    guided_json: Any = described("a JSON schema (as an object or text) that the text keeps to",
+                                 types=["object", "string", "boolean", "null"])  # fmt: skip
+    guided_regex: str | None = described("a regular expression that the whole text matches")
+    guided_choice: list[str] | None = described("the text is one of these", minItems=1)
+    guided_grammar: str | None = described("a context-free grammar that the text keeps to")
 
     def check(self) -> None:
         """Refuse what cannot be honoured."""
-        _check_extra(type(self), self.model_extra or {})
+        _ = self.structure  # raises
+        chat = isinstance(self, ChatRequest)
+        own, other = type(self).model_fields, (CompletionRequest if chat else ChatRequest).model_fields
+        check_extra(self.model_extra or {}, own, chat=chat, other=set(other) - set(own))
+        if self.priority is not None and not -(2**31) <= self.priority < 2**31:
+            raise invalid(f"priority={self.priority} is not allowed; use an integer from -2^31 to 2^31-1", "priority")
         if self.stream_options is not None:
-            _check_extra(StreamOptions, self.stream_options.model_extra or {}, "stream_options.")
+            check_inner(self.stream_options.model_extra or {}, StreamOptions.model_fields, "stream_options.")
             if not self.stream:
                 raise invalid(
                     "stream_options is only allowed with stream=true; set it or leave it out", "stream_options"
                 )
+        if self.stream and self.prompt_logprobs is not None:
+            raise invalid("prompt_logprobs is not possible with stream=true; leave one of them out", "prompt_logprobs")
 
     @property
     def include_usage(self) -> bool:
         """True when a stream ends with a chunk of totals."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """True when every chunk of a stream tells the usage so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def asked_tokens(self) -> tuple[str, int | None]:
         """Return the field that limits the output and its value."""
@@ -106,36 +149,44 @@ class GenerationRequest(_Strict):
         """Return how many alternatives a token are asked for, None for no log-probabilities at all."""
         return None
 
+    def asked_prompt_logprobs(self) -> int | None:
+        """Return the same for the prompt."""
+        return self.prompt_logprobs
+
+    @cached_property
+    def structure(self) -> AskedStructure | None:
+        """Return what the text shall look like, None when it is free."""
+        return asked_structure(**{name: getattr(self, name) for name in STRUCTURED_FIELDS})
+
     def sampling(self, max_tokens: int | None, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the sampling parameters: what was sent, else the model's `defaults`.
 
         The limit on tokens was resolved against the context.
         """
-        given: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
+        structure = self.structure()
+        given: dict[str, Any] = {name: getattr(self, name) for name in SAMPLING_FIELDS} | {
+            "structured": None if structure is None else structure.spec,
             "seed": _signed(self.seed),
-            "ignore_eos": self.ignore_eos,
             "logprobs": self.asked_logprobs(),
+            "prompt_logprobs": self.asked_prompt_logprobs(),
         }
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         sent = {name: value for name, value in given.items() if value is not None}
         try:
             return SamplingParams(**{**defaults, **sent, "max_tokens": max_tokens, "stop": stop})
         except ValueError as error:
-            raise self._worded(error) from None
+            raise self.worded(error) from None
 
-    def _worded(self, error: ValueError) -> ApiError:
-        """Say what SamplingParams refuses with the name and the value that the client sent."""
-        name, _, rest = str(error).partition("=")
-        fix = rest.partition(" is not allowed; ")[2]
+    def worded(self, error: ValueError) -> ApiError:
+        """Say what sampling refuses with the name and the value that the client sent."""
+        name = re.match(r"\w*", str(error))[0]  # type: ignore[index]
+        fix = str(error).partition(" is not allowed; ")[2]
         shown = name
         if name == "logprobs" and "top_logprobs" in type(self).model_fields:
             shown = "top_logprobs"
         if name == "seed":
             fix = "use an integer from -2^63 to 2^64-1"
-        if not fix or shown not in type(self).model_fields:
+        if not fix or not str(error).startswith(f"{name}=") or shown not in type(self).model_fields:
             return invalid(str(error), shown)
         return invalid(f"{shown}={as_json(getattr(self, shown))} is not allowed; {fix}", shown)
 
@@ -143,74 +194,54 @@ class GenerationRequest(_Strict):
 class CompletionRequest(GenerationRequest):
     """Body of /v1/completions. `prompt` is checked in server/intake.py, where the vocabulary is known."""
 
-    prompt: Any = None
-    logprobs: int | None = None
+    prompt: Any = described("text, token ids, or a list of either: `n` choices each", types=["string", "array"])
+    logprobs: int | None = described("alternatives to report for each token; 0 gives the chosen ones alone",
+                                     minimum=0, maximum=MAX_LOGPROBS)  # fmt: skip
+    echo: bool | None = described("the text begins with the prompt, `logprobs` too; allows `max_tokens` 0")
+    best_of: int | None = described("only the value of `n`: nothing is generated to be thrown away", minimum=1)
+
+    def check(self) -> None:
+        """Refuse what cannot be honoured."""
+        super().check()
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            fix = "leave it out, use n and choose among the answers"
+            raise invalid(f"best_of={self.best_of} is not supported unless it is n; {fix}", "best_of")
 
     def asked_logprobs(self) -> int | None:
         """Return `logprobs`."""
         return self.logprobs
 
-
-class ChatMessage(_Strict):
-    """One turn; `content` is text or a list of text parts."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Any = None
-    name: str | None = None
-    tool_calls: list[Any] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-
-    def check(self, position: int) -> dict[str, Any]:
-        """Return the message as a template reads it; raise ApiError for what is not text."""
-        where = f"messages.{position}."
-        extra = {k: v for k, v in (self.model_extra or {}).items() if v not in (None, [])}
-        _check_extra(type(self), extra, where)
-        content = self.content
-        if content is None and self.role == "assistant":
-            content = ""  # so clients send back a turn that held no text
-        if isinstance(content, list):
-            content = [_text_part(part, f"{where}content.{i}") for i, part in enumerate(content)]
-        elif not isinstance(content, str):
-            got = "nothing" if content is None else type(content).__name__
-            raise invalid(f"{where}content must be text or a list of text parts, got {got}", f"{where}content")
-        message = {"role": self.role, "content": content, **self._of_tools(where)}
-        return message if self.name is None else {**message, "name": self.name}
-
-    def _of_tools(self, where: str) -> dict[str, Any]:
-        """Return calls, their results and reasoning of earlier turns as templates read them."""
-        found: dict[str, Any] = {}
-        if self.role != "tool" and self.tool_call_id is not None:
-            raise invalid(f"{where}tool_call_id is only for role tool; leave it out", f"{where}tool_call_id")
-        if self.role == "tool":
-            if not self.tool_call_id:
-                raise invalid(f"{where}tool_call_id is missing; send the id of the call", f"{where}tool_call_id")
-            found["tool_call_id"] = self.tool_call_id
-        if self.tool_calls and self.role != "assistant":
-            raise invalid(f"{where}tool_calls is only for role assistant; leave it out", f"{where}tool_calls")
-        if self.tool_calls:
-            found["tool_calls"] = checked_calls(self.tool_calls, f"{where}tool_calls")
-        reasoning = self.reasoning_content or self.reasoning
-        if reasoning and self.role == "assistant":
-            found |= {"reasoning_content": reasoning, "reasoning": reasoning}
-            if not (self.tool_calls and self.content):  # its name with gpt-oss, which refuses both at once
-                found["thinking"] = reasoning
-        return found
+    def asked_prompt_logprobs(self) -> int | None:
+        """Return `prompt_logprobs`, or what `echo` needs."""
+        asked = self.prompt_logprobs
+        if self.echo and self.logprobs is not None:
+            return self.logprobs if asked is None else max(asked, self.logprobs)
+        return asked
 
 
 class ChatRequest(GenerationRequest):
     """Body of /v1/chat/completions."""
 
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
+    messages: list[ChatMessage] = described("the turns", ..., minItems=1)
+    max_completion_tokens: int | None = described("the newer name of `max_tokens`; both only when equal", minimum=1)
+    logprobs: bool | None = described("report log-probabilities of the tokens; default false")
+    top_logprobs: int | None = described("alternatives to report for each token; needs `logprobs`",
+                                         minimum=0, maximum=MAX_LOGPROBS)  # fmt: skip
+    chat_template_kwargs: dict[str, Any] | None = described("further variables of the template, plain JSON")
+    add_generation_prompt: bool | None = described(
+        "open the assistant's turn; default true",
+    )
+    continue_final_message: bool | None = described(
+        "leave the last message open and go on with it; default false; not with `add_generation_prompt` true"
+    )
+    reasoning_effort: str | None = described(
+        "for templates that read a variable of this name, which get it; a 400 with others",
+        enum=[*REASONING_EFFORTS, None],
+    )  # fmt: skip
+    tools: list[Any] | None = described("functions that the model may call", maxItems=MOST_TOOLS)
+    tool_choice: Any = described("`none`, `auto`, `required`, or a named function",
+                                 types=["string", "object", "null"])  # fmt: skip
+    parallel_tool_calls: bool | None = described("false leaves out calls after the first; default true")
 
     def asked_tools(self) -> tuple[list[dict[str, Any]], ToolChoice]:
         """Return the tools and what `tool_choice` asks, checked."""
@@ -223,8 +254,12 @@ class ChatRequest(GenerationRequest):
         self.asked_tools()
         if not self.messages:
             raise invalid("messages is empty; send at least one message", "messages")
+        check_opening(self)
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid("top_logprobs needs logprobs=true; set it or leave top_logprobs out", "top_logprobs")
+        if self.reasoning_effort is not None and self.reasoning_effort not in REASONING_EFFORTS:
+            shown, fix = as_json(self.reasoning_effort), f"use one of {', '.join(REASONING_EFFORTS)}"
+            raise invalid(f"reasoning_effort={shown} is not allowed; {fix}", "reasoning_effort")
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
             raise invalid(
@@ -243,67 +278,17 @@ class ChatRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def as_json(value: Any) -> str:
-    """Return `value` as the client spelled it, shortened."""
-    return shorten(json.dumps(value, ensure_ascii=False, default=str))
-
-
-def shorten(text: str) -> str:
-    """Return at most 80 characters of `text`."""
-    return text if len(text) <= 80 else text[:77] + "..."
+def check_opening(request: Any) -> None:
+    """Refuse to leave a turn open and to open one after it (chats, and their form of /tokenize)."""
+    if not request.continue_final_message:
+        return
+    field = "continue_final_message"
+    if request.add_generation_prompt:
+        raise invalid(f"{field} and add_generation_prompt exclude each other; send one of them as true", field)
+    if not request.messages or request.messages[-1].role != "assistant":
+        raise invalid(f"{field} needs a last message of role assistant; add one or leave it out", field)
 
 
 def _signed(seed: int | None) -> int | None:
     """A seed from 2^63 to 2^64-1 is the number of the same 64 bits below 0."""
     return seed - 2**64 if seed is not None and 2**63 <= seed < 2**64 else seed
-
-
-Body = TypeVar("Body", bound=GenerationRequest)
-
-
-def parse(body: type[Body], data: bytes) -> Body:
-    """Return the checked request, or raise ApiError that names the field."""
-    try:
-        request = body.model_validate_json(data)
-    except ValidationError as error:
-        raise _readable(error) from None
-    request.check()
-    return request
-
-
-def _readable(error: ValidationError) -> ApiError:
-    """The first mistake in one line."""
-    first = error.errors(include_url=False)[0]
-    message = str(first["msg"])
-    if first["type"] == "json_invalid":
-        hint = "; it may hold a lone surrogate, which is no Unicode text" if "hex escape" in message else ""
-        return invalid(f"request body: {message}{hint}")
-    if not first["loc"]:
-        return invalid("request body must be a JSON object")
-    path = ".".join(str(part) for part in first["loc"] if part not in ("str", "list[str]"))
-    got = "" if first["type"] == "missing" else f", got {as_json(first['input'])}"
-    return invalid(f"{path}: {message}{got}", path)
-
-
-def _check_extra(model: type[BaseModel], extra: dict[str, Any], where: str = "") -> None:
-    for name, value in extra.items():
-        if name in IGNORED:
-            continue
-        foreign = name in CHAT_ONLY and not issubclass(model, ChatRequest)
-        if name not in UNSUPPORTED or where or foreign:
-            if foreign and not where:
-                raise invalid(f"{name} is not a field of completions; leave it out or use /v1/chat/completions", name)
-            close = difflib.get_close_matches(name, [*model.model_fields, *([] if where else UNSUPPORTED)], n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "leave it out"
-            raise invalid(f"{where}{name} is not a field that this server knows; {hint}", f"{where}{name}"[:200])
-        if not any(type(value) in (type(fine), float) and value == fine for fine in UNSUPPORTED[name]):
-            fine = UNSUPPORTED[name][-1]
-            fix = f"leave it out or send {as_json(fine)}" if fine else "leave it out"
-            raise invalid(f"{name}={as_json(value)} is not supported in this version; {fix}", name)
-
-
-def _text_part(part: Any, where: str) -> dict[str, str]:
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        raise invalid(f"{where} is {kind!r}; this server reads only parts of the form type 'text' with a 'text'", where)
-    return {"type": "text", "text": part["text"]}

@@ -1,0 +1,111 @@
+"""Fields of requests that are no parameters of ours: those taken without effect, and those refused; and unknown names.
+
+Not the fields that are honoured (server/protocol.py). Nothing is dropped silently: what is in neither list is an error.
+Units: JSON values.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from .errors import invalid
+
+# They change no output: labels for the operator of another service, hints for caches, queues and billing.
+IGNORED = frozenset({
+    "cache_salt", "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "service_tier", "store", "user",
+})  # fmt: skip
+# Known to OpenAI or to other servers, not offered here. The values listed ask for nothing, so they are fine.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (None,),
+    "audio": (None,),
+    "chat_template": (None,),
+    "documents": (None, []),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "include_reasoning": (None, True),
+    "kv_transfer_params": (None,),
+    "length_penalty": (None, 1),
+    "logits_processors": (None, []),
+    "mm_processor_kwargs": (None,),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "prompt_embeds": (None,),
+    "request_id": (None,),
+    "spaces_between_special_tokens": (None, True),
+    "suffix": (None, ""),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+    "verbosity": (None,),
+    "vllm_xargs": (None,),
+    "web_search_options": (None,),
+}
+# What to do instead, where leaving it out is not the whole answer.
+INSTEAD = {
+    "chat_template": "start the server with --chat-template, or render the prompt and use /v1/completions",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "request_id": "send the header X-Request-Id",
+    "suffix": "write the gap as the model's own fill-in-the-middle prompt",
+}
+# Fields of one route: on the other they are as unknown as any.
+CHAT_ONLY = frozenset({
+    "audio", "chat_template", "documents", "function_call", "functions", "include_reasoning",
+    "mm_processor_kwargs", "modalities", "prediction", "verbosity", "web_search_options",
+})  # fmt: skip
+COMPLETIONS_ONLY = frozenset({"prompt_embeds", "suffix"})
+
+
+def check_extra(extra: dict[str, Any], honoured: Iterable[str], *, chat: bool, other: Iterable[str] = ()) -> None:
+    """Refuse what a route does not take among fields that are not its own.
+
+    Args:
+        extra: the fields with their values.
+        honoured: names of the route's own fields, for a hint.
+        chat: whether the route is that of chats.
+        other: names of the other route's fields.
+    """
+    foreign = (COMPLETIONS_ONLY if chat else CHAT_ONLY) | set(other)
+    for name, value in extra.items():
+        if name in IGNORED:
+            continue
+        if name in foreign:
+            here, there = ("chats", "/v1/completions") if chat else ("completions", "/v1/chat/completions")
+            raise invalid(f"{name} is not a field of {here}; leave it out or use {there}", name)
+        if name not in UNSUPPORTED:
+            raise unknown(name, [*honoured, *(set(UNSUPPORTED) - foreign)])
+        if not is_harmless(name, value):
+            fine = UNSUPPORTED[name][-1]
+            fix = INSTEAD.get(name) or (f"leave it out or send {as_json(fine)}" if fine else "leave it out")
+            raise invalid(f"{name}={as_json(value)} is not supported in this version; {fix}", name)
+
+
+def is_harmless(name: str, value: Any) -> bool:
+    """Return True when `value` asks nothing of an unsupported field."""
+    return any(type(value) in (type(fine), float) and value == fine for fine in UNSUPPORTED[name])
+
+
+def check_inner(extra: dict[str, Any], honoured: Iterable[str], where: str) -> None:
+    """Refuse unknown fields of an object inside a request, `where` with a dot at its end."""
+    for name in extra:
+        raise unknown(name, honoured, where)
+
+
+def unknown(name: str, known: Iterable[str], where: str = "") -> Exception:
+    """Return the error for a name that nobody knows, with the nearest one that somebody does."""
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else "leave it out"
+    return invalid(f"{where}{name} is not a field that this server knows; {hint}", f"{where}{name}"[:200])
+
+
+def as_json(value: Any) -> str:
+    """Return `value` as the client spelled it, shortened."""
+    return shorten(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def shorten(text: str) -> str:
+    """Return at most 80 characters of `text`."""
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,69 @@
+"""What all bodies have in common: strict types, a description of each field, and mistakes told in one line.
+
+Not the fields (server/protocol.py, server/token_bodies.py). What is said of a field here is what the OpenAPI document
+and docs/api.md say of it. Units: JSON bytes in.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .errors import ApiError, invalid
+from .field_table import as_json
+
+
+class Strict(BaseModel):
+    """A JSON object whose types are taken literally; unknown fields are kept, to be refused by name."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class Body(Protocol):
+    """A body that can check itself further."""
+
+    def check(self) -> None:
+        """Refuse what cannot be honoured."""
+        ...
+
+
+def described(text: str, default: Any = None, *, types: list[str] | None = None, **schema: Any) -> Any:
+    """Return a field with what is said of it.
+
+    Args:
+        text: one sentence without a stop.
+        default: of the field; `...` demands it.
+        types: JSON types, where the annotation is Any.
+        schema: further JSON schema, such as `minimum`; it describes what is checked elsewhere.
+    """
+    extra = {**schema, **({"type": types} if types else {})}
+    return Field(default=default, description=text, json_schema_extra=extra or None)
+
+
+Parsed = TypeVar("Parsed", bound=BaseModel)
+
+
+def parse(body: type[Parsed], data: bytes) -> Parsed:
+    """Return the checked request, or raise ApiError that names the field."""
+    try:
+        request = body.model_validate_json(data)
+    except ValidationError as error:
+        raise _readable(error) from None
+    if hasattr(request, "check"):
+        request.check()
+    return request
+
+
+def _readable(error: ValidationError) -> ApiError:
+    """The first mistake in one line."""
+    first = error.errors(include_url=False)[0]
+    message = str(first["msg"])
+    if first["type"] == "json_invalid":
+        hint = "; it may hold a lone surrogate, which is no Unicode text" if "hex escape" in message else ""
+        return invalid(f"request body: {message}{hint}")
+    if not first["loc"]:
+        return invalid("request body must be a JSON object")
+    path = ".".join(str(part) for part in first["loc"] if part not in ("str", "list[str]"))
+    got = "" if first["type"] == "missing" else f", got {as_json(first['input'])}"
+    return invalid(f"{path}: {message}{got}", path)
