@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .deltas import TokenText, logprob_entries
+from .grammar_masks import GrammarMasks, MadeMask
 from .messages import INVALID_REQUEST, QUEUE_FULL, Delta, Submit, refusal
 from .params import SamplingParams
 from .plan import StepPlan, StepResult, unpack
@@ -23,6 +24,10 @@ from .scheduling.request import Request, SequenceUpdate
 log = logging.getLogger(__name__)
 
 DEPTH = 2
+# The loop waits so long for masks that were just asked for: a step runs meanwhile, and they need some microseconds.
+MASK_PATIENCE_S = 0.002
+# With nothing else to do it waits longer, but still looks for commands.
+IDLE_WAIT_S = 0.02
 
 
 class BooksError(RuntimeError):
@@ -69,6 +74,7 @@ class Engine:
         make_text: the text side of a new request; raises ValueError for what it cannot do.
         token_text: text of one token, for log-probabilities; None when there is no tokenizer.
         seeds: draws the seed of a request that has none.
+        masks: follow grammars; None refuses requests that have one.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class Engine:
         make_text: Callable[[SamplingParams], TextStream],
         token_text: TokenText | None,
         seeds: Callable[[], int],
+        masks: GrammarMasks | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.workers = workers
@@ -87,6 +94,7 @@ class Engine:
         self._make_text = make_text
         self._token_text = token_text
         self._seeds = seeds
+        self._masks = masks
         self._live: dict[str, _Live] = {}
 
     @property
@@ -107,11 +115,15 @@ class Engine:
         )
         try:
             text = self._make_text(params)
+            if params.structured is not None and self._masks is None:
+                raise ValueError("structured output needs text, but the server works without a tokenizer; leave it out")
             self.scheduler.add(request)
         except ValueError as error:
             code = QUEUE_FULL if isinstance(error, QueueFullError) else INVALID_REQUEST
             return refusal(submit.request_id, str(error), code)
         self._live[request.request_id] = _Live(request, text)
+        if self._masks is not None and params.structured is not None:
+            self._masks.open(request.request_id, params.structured, may_end=_may_end(request))
         return None
 
     def abort(self, request_ids: tuple[str, ...]) -> list[Delta]:
@@ -119,20 +131,24 @@ class Engine:
         known = [request_id for request_id in request_ids if self._live.pop(request_id, None) is not None]
         for request_id in known:
             self.scheduler.abort(request_id)
+            self._close_mask(request_id)
         return [Delta(request_id=request_id, finish_reason="abort") for request_id in known]
 
     def step(self, timeout: float | None = None) -> list[Delta]:
         """Put one more step in flight, or collect the oldest; empty when it did not end within `timeout` seconds."""
+        ended = self._take_masks(MASK_PATIENCE_S)
         if self.workers.in_flight < DEPTH and (plan := self.scheduler.schedule()) is not None:
             self.workers.submit(plan)
             self.num_prompt_tokens += sum(chunk.num_tokens for rank in plan.ranks for chunk in rank.chunks)
             if self.workers.in_flight < DEPTH:
-                return []
-        result = self.workers.collect(timeout) if self.workers.in_flight else None
+                return ended
+        if not self.workers.in_flight:
+            return ended or self._take_masks(IDLE_WAIT_S, for_any=True)
+        result = self.workers.collect(timeout)
         if result is None:
-            return []
+            return ended
         self.num_steps += 1
-        return [self._delta(update) for update in self.scheduler.apply(result)]
+        return [*ended, *(self._delta(update) for update in self.scheduler.apply(result))]
 
     def settle(self, *, strict: bool = False) -> list[Delta]:
         """Check the books when the engine has fallen idle, and mend them: a leak costs capacity, not the engine.
@@ -153,6 +169,8 @@ class Engine:
         log.error("the books of the idle engine do not balance: %s; starting with empty ones", residue)
         self.scheduler.rebuild()
         lost, self._live = list(self._live), {}
+        for request_id in lost:
+            self._close_mask(request_id)
         return [Delta(request_id=name, finish_reason="error", error="the engine lost this request") for name in lost]
 
     def _delta(self, update: SequenceUpdate) -> Delta:
@@ -165,6 +183,9 @@ class Engine:
             reason = "stop"
         if reason is not None:
             del self._live[request.request_id]
+            self._close_mask(request.request_id)
+        elif self._masks is not None and request.params.structured is not None:
+            self._masks.advance(request.request_id, update.token_ids, may_end=_may_end(request))
         return Delta(
             request_id=request.request_id,
             token_ids=tuple(update.token_ids),
@@ -175,3 +196,42 @@ class Engine:
             first_scheduled=request.first_scheduled,
             num_preemptions=request.num_preemptions,
         )
+
+    # --- grammars ----------------------------------------------------------------------------------------------------
+    def _close_mask(self, request_id: str) -> None:
+        if self._masks is not None:
+            self._masks.close(request_id)
+
+    def _take_masks(self, wait_s: float, *, for_any: bool = False) -> list[Delta]:
+        """Let those go on whose mask has come; return the ends of those that are complete or cannot go on."""
+        if self._masks is None or not self._masks.num_pending:
+            return []
+        ended = []
+        for made in self._masks.collect(wait_s, for_any=for_any):
+            if made.error is None and not made.finished:
+                self.scheduler.release(made.request_id, made.mask)
+            else:
+                ended.append(self._end(made))
+        return ended
+
+    def _end(self, made: MadeMask) -> Delta:
+        """End a request whose grammar is complete, or failed."""
+        live = self._live.pop(made.request_id)
+        self.scheduler.abort(made.request_id)
+        self._close_mask(made.request_id)
+        if made.error is not None:
+            code = INVALID_REQUEST if made.refused else None
+            return Delta(request_id=made.request_id, finish_reason="error", error=made.error, error_code=code)
+        text, _ = live.text.add([], "length")  # what was held back because a stop string might begin there
+        return Delta(
+            request_id=made.request_id,
+            text=text,
+            finish_reason="stop",
+            first_scheduled=live.request.first_scheduled,
+            num_preemptions=live.request.num_preemptions,
+        )
+
+
+def _may_end(request: Request) -> bool:
+    """Tell whether an end token may be the next token of `request`, as far as its sampling parameters go."""
+    return not request.params.ignore_eos and len(request.generated) >= request.params.min_tokens

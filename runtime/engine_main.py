@@ -16,6 +16,7 @@ from ..native.bandwidth import llc_bytes
 from ..text import Tokenizer
 from .deltas import seed_sequence
 from .engine import Engine
+from .grammar_masks import GrammarMasks, grammar_matchers
 from .kv_layout import KVLayout, kv_layout, step_limits
 from .messages import (
     SHUTTING_DOWN,
@@ -184,6 +185,9 @@ class EngineLoop:
             make_text=lambda params: TextOutput(tokenizer, params),
             token_text=tokenizer.token_text if tokenizer is not None else None,
             seeds=seed_sequence(self._start.config.model.seed, self._start.replica),
+            masks=None
+            if tokenizer is None
+            else GrammarMasks(grammar_matchers(tokenizer, self._start.vocab_size, self._start.eos_token_ids)),
         )
 
     # --- serving ---------------------------------------------------------------------------------------------------

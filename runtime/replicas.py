@@ -355,6 +355,7 @@ def _engine_start(resolved: Resolved, index: int) -> EngineStart:
         config=resolved.config,
         replica=index,
         num_layers=resolved.model.num_layers,
+        vocab_size=resolved.model.vocab_size,
         eos_token_ids=resolved.model.eos_token_ids,
         kv_groups=resolved.footprint.kv_groups,
         fixed_max_model_len=resolved.fixed_max_model_len,

@@ -17,6 +17,7 @@ from ..runtime.generation_defaults import GenerationDefaults
 from ..runtime.messages import Ready, Stats
 from ..runtime.metrics.export import Metrics
 from ..text import ChatTemplate, Tokenizer
+from ..text.grammar_check import GrammarCheck
 from ..text.parsers import OutputFormat, output_format
 from .errors import ApiError, unavailable
 from .hub import Hub
@@ -49,6 +50,7 @@ class ServerState:
         stats: of each replica, as of the last `refresh`.
         latest_stats: asks the replicas.
         problem: why the server failed.
+        grammar_check: tries grammars before an engine sees them.
     """
 
     config: EngineConfig
@@ -65,6 +67,7 @@ class ServerState:
     stats: list[Stats] = field(default_factory=list)
     latest_stats: Callable[[], list[Stats]] = list
     problem: str = ""
+    grammar_check: GrammarCheck = field(default_factory=GrammarCheck)
 
     @cached_property
     def output_format(self) -> OutputFormat:

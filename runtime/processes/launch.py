@@ -56,6 +56,7 @@ class EngineStart(Message, frozen=True, kw_only=True):
         config: resolved.
         replica: which of the replicas behind one server it is.
         num_layers: of the model, to predict the time of one.
+        vocab_size: rows of its embedding.
         eos_token_ids: of the model.
         kv_groups: its cache groups, as a rank holds them.
         fixed_max_model_len: `max_model_len` was asked for, so it may not be lowered.
@@ -66,6 +67,7 @@ class EngineStart(Message, frozen=True, kw_only=True):
     config: EngineConfig
     replica: int
     num_layers: int
+    vocab_size: int
     eos_token_ids: tuple[int, ...]
     kv_groups: tuple[KVGroup, ...]
     fixed_max_model_len: bool = False

@@ -35,7 +35,7 @@ def engine_start(topology="EP2DP1", ranks="processes", **schedule):
         cache=CacheOptions(num_blocks=32),
         schedule=ScheduleOptions(**schedule),
     )
-    return EngineStart(config=config, replica=0, num_layers=2, eos_token_ids=(), kv_groups=KV_GROUPS)
+    return EngineStart(config=config, replica=0, num_layers=2, vocab_size=50, eos_token_ids=(), kv_groups=KV_GROUPS)
 
 
 def fake_parts(trouble=None, made=None):

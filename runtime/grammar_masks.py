@@ -1,0 +1,210 @@
+"""Masks of constrained requests, made by a few threads beside the engine's loop.
+
+Not the grammars (text/grammar.py) and not who may run when (`Scheduler.release`). The loop hands over what a request
+generated and picks up masks; the threads compile, follow and fill. What goes wrong in a grammar ends its request only.
+Units: seconds. Masks: see `TokenMask.words`; None allows all tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Protocol
+
+from ..text import Tokenizer
+from ..text.grammar import GrammarTokens
+from ..text.grammar_thinking import Thinking, ThinkingMatcher
+from .params import StructuredSpec
+
+log = logging.getLogger(__name__)
+
+NUM_THREADS = 2
+# A grammar that works on one token for so long is given up; another thread takes the place of the one it keeps.
+PATIENCE_S = 10.0
+MOST_LOST_THREADS = 8
+
+
+class TextMatcher(Protocol):
+    """What is asked of a grammar (text/grammar.py: Matcher)."""
+
+    @property
+    def finished(self) -> bool:
+        """True when nothing may follow."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Go on by one token."""
+        ...
+
+    def mask(self, *, may_end: bool = True) -> bytes | None:
+        """Return which tokens may come next."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeMask:
+    """What became of one request: a mask, its end, or an error.
+
+    Attributes:
+        request_id: whose.
+        mask: for the next token; None allows all.
+        finished: the text is complete, there is no next token.
+        error: why it cannot go on.
+        refused: with an error: the grammar was never usable, so the request is to blame.
+    """
+
+    request_id: str
+    mask: bytes | None = None
+    finished: bool = False
+    error: str | None = None
+    refused: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """What one request waits for."""
+
+    request_id: str
+    spec: StructuredSpec
+    matcher: TextMatcher | None = None
+    tokens: list[int] = field(default_factory=list)
+    may_end: bool = True
+    started: float = 0.0
+    waited_for: bool = False
+
+
+class GrammarMasks:
+    """One for an engine. All methods are the loop's; nothing here blocks it but `collect` for as long as it asks.
+
+    Args:
+        make_matcher: compiles; called in a thread, ValueError refuses the request.
+    """
+
+    def __init__(self, make_matcher: Callable[[StructuredSpec], TextMatcher]) -> None:
+        self._make_matcher = make_matcher
+        self._requests: dict[str, _Job] = {}  # all that are open
+        self._pending: dict[str, _Job] = {}  # those of them that a thread works on, or will
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[_Job, MadeMask]] = queue.SimpleQueue()
+        self._num_threads = 0
+        self._num_lost = 0
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that wait for a mask."""
+        return len(self._pending)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are followed."""
+        return len(self._requests)
+
+    def open(self, request_id: str, spec: StructuredSpec, *, may_end: bool) -> None:
+        """Begin with a request; its first mask comes when the grammar is compiled."""
+        job = self._requests[request_id] = _Job(request_id, spec, may_end=may_end, waited_for=True)
+        self._submit(job)
+
+    def advance(self, request_id: str, token_ids: list[int], *, may_end: bool) -> None:
+        """Ask for the mask of the token after these; `may_end`: end tokens count from there on."""
+        job = self._requests[request_id]
+        job.tokens, job.may_end, job.waited_for = token_ids, may_end, False
+        self._submit(job)
+
+    def close(self, request_id: str) -> None:
+        """Forget a request; unknown ids are ignored. What a thread still makes for it is dropped."""
+        self._requests.pop(request_id, None)
+        self._pending.pop(request_id, None)
+
+    def collect(self, wait_s: float = 0.0, *, for_any: bool = False) -> list[MadeMask]:
+        """Return what has been made, after waiting for at most `wait_s`.
+
+        Args:
+            wait_s: how long to wait for all who asked since the last call: nobody is waited for twice.
+            for_any: wait for the first of all, for a loop that has nothing else to do.
+        """
+        made: list[MadeMask] = []
+        deadline = time.monotonic() + wait_s
+        while self._pending:
+            waits = (for_any and not made) or any(not job.waited_for for job in self._pending.values())
+            left = deadline - time.monotonic() if waits else 0.0
+            try:
+                job, mask = self._done.get(timeout=left) if left > 0 else self._done.get_nowait()
+            except queue.Empty:
+                break
+            if self._pending.get(job.request_id) is job:  # else it was closed or given up meanwhile
+                del self._pending[job.request_id]
+                made.append(mask)
+        for job in self._pending.values():
+            job.waited_for = True
+        return made + self._given_up()
+
+    def _submit(self, job: _Job) -> None:
+        while self._num_threads < NUM_THREADS + min(self._num_lost, MOST_LOST_THREADS):
+            threading.Thread(target=self._work, name="moewe-grammar", daemon=True).start()
+            self._num_threads += 1
+        job.started = 0.0
+        self._pending[job.request_id] = job
+        self._jobs.put(job)
+
+    def _given_up(self) -> list[MadeMask]:
+        now = time.monotonic()
+        late = [job for job in self._pending.values() if job.started and now - job.started > PATIENCE_S]
+        for job in late:
+            log.error("a grammar works on one token for more than %.0f s; its request ends", PATIENCE_S)
+            del self._pending[job.request_id]
+            self._num_lost += 1
+        error = "the grammar is too complex for this text; make it simpler"
+        return [MadeMask(request_id=job.request_id, error=error) for job in late]
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.started = time.monotonic()
+            self._done.put((job, self._make(job)))
+
+    def _make(self, job: _Job) -> MadeMask:
+        try:
+            if job.matcher is None:
+                job.matcher = self._make_matcher(job.spec)
+            for token in job.tokens:
+                job.matcher.accept(token)
+            if job.matcher.finished:
+                return MadeMask(request_id=job.request_id, finished=True)
+            return MadeMask(request_id=job.request_id, mask=job.matcher.mask(may_end=job.may_end))
+        except ValueError as error:
+            return MadeMask(request_id=job.request_id, error=str(error), refused=job.matcher is None)
+        except BaseException as error:  # a panic of the library, which no handler of Exception would catch
+            log.exception("a grammar failed")
+            return MadeMask(request_id=job.request_id, error=f"the grammar failed: {type(error).__name__}")
+
+    def shutdown(self) -> None:
+        """Let the threads end; for an engine that ends."""
+        for _ in range(self._num_threads):
+            self._jobs.put(None)
+
+
+def grammar_matchers(
+    tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence[int]
+) -> Callable[[StructuredSpec], TextMatcher]:
+    """Return what compiles grammars for one model. Nothing is made of its vocabulary before the first of them."""
+    lock = threading.Lock()
+
+    @cache
+    def tokens() -> GrammarTokens:
+        return GrammarTokens(tokenizer, vocab_size, end_token_ids)
+
+    def make(spec: StructuredSpec) -> TextMatcher:
+        with lock:
+            vocabulary = tokens()
+        answer = vocabulary.matcher(spec.kind, spec.text)
+        if not spec.thinking_end:
+            return answer
+        thinking = Thinking(start=spec.thinking_start, end=spec.thinking_end, opened=spec.thinking)
+        start = tokenizer.encode(spec.thinking_start, add_special_tokens=False) if spec.thinking_start else []
+        return ThinkingMatcher(answer, thinking, start[0] if len(start) == 1 else None, tokenizer.token_bytes)
+
+    return make
