@@ -21,6 +21,7 @@ from .chat_parts import Reading
 from .errors import ApiError, invalid
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
 from .state import ServerState
+from .structured import check_structure, with_thinking
 from .tool_plan import tool_plan
 
 MOST_PROMPTS = 2048
@@ -67,7 +68,9 @@ async def completion_intake(state: ServerState, request: CompletionRequest) -> I
     for position, prompt in enumerate(prompts):
         if not prompt:
             raise invalid(f"prompt.{position} holds no token; send at least one character or token id", "prompt")
-    return _intake(state, request, prompts, DEFAULT_COMPLETION_TOKENS)
+    intake = _intake(state, request, prompts, DEFAULT_COMPLETION_TOKENS)
+    await check_structure(state, intake.params, _structure_field(request))
+    return intake
 
 
 async def chat_intake(state: ServerState, request: ChatRequest) -> Intake:
@@ -101,7 +104,19 @@ async def chat_intake(state: ServerState, request: ChatRequest) -> Intake:
     if not prompt:
         raise invalid("messages give an empty prompt; send some text", "messages")
     intake = _intake(state, request, [prompt], None)
-    return replace(intake, params=plan.sampling(intake.params), reading=plan.reading(text))
+    if intake.params.structured is not None and plan.tools:
+        raise invalid(
+            f"{_structure_field(request)} and tools exclude each other: an answer that keeps to a grammar is no call; "
+            "leave one of them out, or send tool_choice none", "tools",
+        )  # fmt: skip
+    params = plan.sampling(with_thinking(intake.params, plan.formats, text))
+    await check_structure(state, params, "tools" if plan.forced else _structure_field(request))
+    return replace(intake, params=params, reading=plan.reading(text))
+
+
+def _structure_field(request: GenerationRequest) -> str:
+    asked = request.structure
+    return "structured" if asked is None else asked.field
 
 
 def _intake(state: ServerState, request: GenerationRequest, prompts: list[list[int]], default: int | None) -> Intake:

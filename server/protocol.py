@@ -163,7 +163,7 @@ class GenerationRequest(Strict):
 
         The limit on tokens was resolved against the context.
         """
-        structure = self.structure()
+        structure = self.structure
         given: dict[str, Any] = {name: getattr(self, name) for name in SAMPLING_FIELDS} | {
             "structured": None if structure is None else structure.spec,
             "seed": _signed(self.seed),
