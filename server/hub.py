@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import secrets
 from collections.abc import Sequence
 from typing import Protocol
@@ -17,6 +18,8 @@ from ..runtime.metrics.export import Metrics, RequestTimes
 from ..runtime.params import SamplingParams
 from ..runtime.replicas import ReplicaLost
 from .errors import invalid, queue_full, unavailable
+
+log = logging.getLogger(__name__)
 
 
 class Submitter(Protocol):
@@ -126,6 +129,7 @@ class Hub:
         times = [self.metrics.submitted(len(prompt)) for prompt in prompts]
         call = Call(self, f"{self._prefix}{next(self._numbers):08x}", times)
         self._calls[call.call_id] = call
+        log.debug("runs as %s", call.call_id)  # the id that engines know, beside the client's own
         try:
             for index, prompt in enumerate(prompts):
                 self._live[call.request_id(index)] = (call, index)

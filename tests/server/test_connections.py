@@ -1,0 +1,140 @@
+"""What one connection may hold: a place, time for its header, time to read; and who is beyond the limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.asking import fake
+from tests.support.fake_replicas import FakeReplicas, make_state, tokenizer, with_server
+
+HEALTH = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
+MODELS = b"GET /v1/models HTTP/1.1\r\nhost: a\r\n\r\n"
+
+
+async def connect(client: httpx.AsyncClient) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(client.base_url.host, client.base_url.port)
+
+
+async def rest(reader: asyncio.StreamReader, within: float = 5.0) -> bytes:
+    """Return what comes until the server ends the connection."""
+    try:
+        return await asyncio.wait_for(reader.read(), within)
+    except ConnectionResetError:
+        return b""
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /v1/mod", b"GET / HTTP/1.1\r\nhost: a\r\n"])
+def test_a_header_that_does_not_come_ends_the_connection(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moewe.server.connections.HEADER_TIMEOUT_S", 0.3)
+
+    async def run(client: httpx.AsyncClient) -> bytes:
+        reader, writer = await connect(client)
+        answer = asyncio.ensure_future(rest(reader))
+        for byte in sent or b"\r":
+            if answer.done():
+                break
+            writer.write(bytes([byte]) if sent else b"")
+            await asyncio.sleep(0.02)  # a byte now and then is no header
+        return await answer
+
+    assert with_server(make_state(fake()), run) == b""
+
+
+def test_a_further_request_must_come_whole_too_and_a_long_answer_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moewe.server.connections.HEADER_TIMEOUT_S", 0.3)
+    slow = FakeReplicas(tokenizer(), lambda prompt: [70] * 50, pause=0.02)
+
+    async def run(client: httpx.AsyncClient) -> tuple[bytes, bytes]:
+        reader, writer = await connect(client)
+        body = json.dumps({"model": "gull", "prompt": "a", "max_tokens": 40}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
+        writer.write(head + body)
+        first = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        await asyncio.sleep(0.6)  # between requests the keep-alive time counts, not the header's
+        writer.write(MODELS + b"GET /v1/mod")
+        return first, await rest(reader)
+
+    first, second = with_server(make_state(slow), run)
+    assert first.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 200" in second
+
+
+def test_connections_beyond_the_limit_are_told_and_probes_are_not_refused() -> None:
+    state = make_state(fake(), limit_concurrency=3)
+
+    async def run(client: httpx.AsyncClient) -> tuple[bytes, bytes, bytes]:
+        idle = [await connect(client) for _ in range(3)]  # they hold their places and ask nothing
+        await asyncio.sleep(0.1)
+        answers = []
+        for asked in (MODELS, HEALTH.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")):
+            reader, writer = await connect(client)
+            writer.write(asked)
+            answers.append(await rest(reader))
+            writer.close()
+        for _, writer in idle:
+            writer.close()
+        await asyncio.sleep(0.1)
+        reader, writer = await connect(client)
+        writer.write(MODELS)
+        return answers[0], answers[1], await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+
+    refused, probe, after = with_server(state, run)
+    head, _, body = refused.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503") and b"retry-after" in head and b"x-request-id" in head
+    assert json.loads(body)["error"]["code"] == "too_many_connections" and b"--limit-concurrency" in body
+    assert probe.startswith(b"HTTP/1.1 200") and after.startswith(b"HTTP/1.1 200")
+
+
+def test_far_beyond_the_limit_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moewe.server.connections.MOST_TOLD", 1)
+
+    async def run(client: httpx.AsyncClient) -> bytes:
+        held = [await connect(client) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        reader, writer = await connect(client)
+        answer = await rest(reader)
+        for _, each in held:
+            each.close()
+        writer.close()
+        return answer
+
+    assert with_server(make_state(fake(), limit_concurrency=1), run) == b""
+
+
+@pytest.mark.parametrize("head", [b"x-long: " + b"a" * 70_000, b"\r\n".join(b"x-%d: a" % i for i in range(9000))])
+def test_a_header_of_more_than_64_kib_is_refused(head: bytes) -> None:
+    async def run(client: httpx.AsyncClient) -> bytes:
+        reader, writer = await connect(client)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: a\r\n" + head)
+        return await rest(reader)
+
+    answer = with_server(make_state(fake()), run)
+    assert answer == b"" or answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
+
+
+def test_a_client_that_reads_nothing_is_cut_off_and_its_request_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moewe.server.connections.WRITE_TIMEOUT_S", 0.5)
+    fakes = FakeReplicas(tokenizer(), lambda prompt: [70] * 4000, pause=0.0)
+    state: Any = make_state(fakes, max_model_len=4096)
+
+    async def run(client: httpx.AsyncClient) -> None:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, (client.base_url.host, client.base_url.port))
+        body = json.dumps({"model": "gull", "prompt": ["a"] * 90, "max_tokens": 4000, "stream": True}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
+        await asyncio.get_running_loop().sock_sendall(sock, head + body)
+        while not state.hub.num_calls:
+            await asyncio.sleep(0.01)
+        while state.hub.num_calls or fakes.num_running:  # the test's own time limit ends a failure
+            await asyncio.sleep(0.05)
+        sock.close()
+
+    with_server(state, run)
+    assert state.metrics.totals.finished["abort"] > 0
