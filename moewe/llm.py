@@ -44,11 +44,12 @@ class CompletionOutput:
     """What was generated for a prompt.
 
     Attributes:
-        index: always 0: one output a prompt.
+        index: number of the output among the prompt's `n`.
         text: empty without a tokenizer.
         token_ids: an end token included.
         logprobs: per token, token id -> Logprob, the chosen token always in it; None when not asked.
         finish_reason: `stop`, `length`, `abort` or `error`.
+        stop_reason: the stop string or stop token that ended it; None for anything else.
         error: what went wrong when it is `error`.
     """
 
@@ -57,6 +58,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     error: str | None = None
 
     @property
@@ -72,7 +74,7 @@ class CompletionOutput:
         self.text += delta.text
         if self.logprobs is not None:
             self.logprobs += [_as_dict(entries) for entries in delta.logprobs]
-        self.finish_reason = delta.finish_reason
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         self.error = delta.error
 
 
@@ -84,7 +86,9 @@ class RequestOutput:
         request_id: number of the prompt in the call, as text.
         prompt: None when token ids were given.
         prompt_token_ids: what the model saw.
-        outputs: one.
+        outputs: as many as `n`.
+        prompt_logprobs: per token of the prompt, token id -> Logprob, the prompt's own token always in it, and None for
+            the first token; None as a whole when not asked.
         finished: false only while streaming.
     """
 
@@ -92,7 +96,15 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = True
+
+    def add(self, choice: int, delta: Delta) -> None:
+        """Append what became known of output number `choice`."""
+        self.outputs[choice].add(delta)
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += [_as_dict(entries) if entries else None for entries in delta.prompt_logprobs]
+        self.finished = all(output.finish_reason is not None for output in self.outputs)
 
 
 class LLM:
@@ -148,7 +160,7 @@ class LLM:
             progress: draw a bar on stderr.
 
         Returns:
-            One output a prompt, in order.
+            One result a prompt, in order, each with as many outputs as its `n`.
 
         Raises:
             ValueError, TypeError: something that cannot run as asked; nothing was submitted.
@@ -177,9 +189,15 @@ class LLM:
         return self._finish(made, self._params(made, sampling_params), progress)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """Yield the text for one prompt as it is generated; leaving early aborts it."""
+        """Yield the text for one prompt as it is generated; leaving early aborts it.
+
+        Raises:
+            ValueError: something that cannot run as asked, or n above 1: texts of several outputs would mix.
+        """
         made = self._request(0, prompt)
         params = self._params([made], sampling_params)
+        if params[0].n != 1:
+            raise ValueError(f"n={params[0].n} is not allowed in stream; use 1, or generate")
         for _, delta in self._session.stream([made.prompt_token_ids], params):
             if delta.finish_reason == "error":
                 raise RuntimeError(delta.error or "the request failed")
@@ -222,15 +240,18 @@ class LLM:
         )
 
     def _finish(self, made: list[RequestOutput], params: list[SamplingParams], progress: bool) -> list[RequestOutput]:
+        places: list[tuple[RequestOutput, int]] = []
         for request, own in zip(made, params, strict=True):
-            if own.logprobs is not None:
-                request.outputs[0].logprobs = []
+            wants = own.logprobs is not None
+            request.outputs = [CompletionOutput(index=i, logprobs=[] if wants else None) for i in range(own.n)]
+            request.prompt_logprobs = None if own.prompt_logprobs is None else []
+            places += [(request, choice) for choice in range(own.n)]
         tick, done = _progress_bar(len(made)) if progress else ((lambda: None), (lambda: None))
         try:
             for index, delta in self._session.stream([request.prompt_token_ids for request in made], params):
-                made[index].outputs[0].add(delta)
-                if delta.finish_reason is not None:
-                    made[index].finished = True
+                request, choice = places[index]
+                request.add(choice, delta)
+                if request.finished:
                     tick()
         finally:
             done()

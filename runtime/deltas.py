@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable
 
 from .messages import LogprobEntry
-from .plan import TokenLogprobs
+from .plan import PromptLogprobs, TokenLogprobs, unpack
 from .seeds import GOLDEN, MASK, mix
 
 TokenText = Callable[[int], str]
@@ -32,6 +32,20 @@ def logprob_entries(found: TokenLogprobs, token_text: TokenText | None) -> tuple
         )
         for token_id, logprob, rank in entries
     )
+
+
+def prompt_entries(found: PromptLogprobs, token_text: TokenText | None) -> list[tuple[LogprobEntry, ...]]:
+    """Return the entries of each place, in order, as `logprob_entries` does."""
+    ranks = unpack(found.ranks).tolist()
+    ids = unpack(found.token_ids).reshape(len(ranks), -1).tolist()
+    logprobs = unpack(found.logprobs, "<f4").reshape(len(ranks), -1).tolist()
+    return [
+        logprob_entries(
+            TokenLogprobs(sequence_id=found.sequence_id, token_ids=tuple(own), logprobs=tuple(values), rank=rank),
+            token_text,
+        )
+        for own, values, rank in zip(ids, logprobs, ranks, strict=True)
+    ]
 
 
 def seed_sequence(*key: int) -> Callable[[], int]:

@@ -6,20 +6,22 @@ Units: seconds, tokens. Two steps are in flight when there is work: one runs, th
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from .deltas import TokenText, logprob_entries
+from .deltas import TokenText, logprob_entries, prompt_entries
 from .grammar_masks import GrammarMasks, MadeMask
-from .messages import INVALID_REQUEST, QUEUE_FULL, Delta, Submit, refusal
+from .messages import INVALID_REQUEST, QUEUE_FULL, Delta, LogprobEntry, Submit, refusal
 from .params import SamplingParams
 from .plan import StepPlan, StepResult, unpack
 from .scheduler import Scheduler
 from .scheduling.admission import QueueFullError
 from .scheduling.request import Request, SequenceUpdate
+from .text_output import Shown
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ class StepRunner(Protocol):
 class TextStream(Protocol):
     """What the engine asks of the text side of one request (runtime/text_output.py)."""
 
-    def add(self, token_ids: list[int], finish_reason: str | None) -> tuple[str, bool]:
+    def add(self, token_ids: list[int], finish_reason: str | None) -> Shown:
         """Return new text and whether a stop string is complete."""
         ...
 
@@ -63,6 +65,7 @@ class TextStream(Protocol):
 class _Live:
     request: Request
     text: TextStream
+    prompt_told: bool = False
 
 
 class Engine:
@@ -114,6 +117,8 @@ class Engine:
             arrival=time.monotonic(),
         )
         try:
+            if params.n != 1 or params.bad_words:
+                raise ValueError("an engine takes one choice a request, and bad words as tokens; see checked_params")
             text = self._make_text(params)
             if params.structured is not None and self._masks is None:
                 raise ValueError("structured output needs text, but the server works without a tokenizer; leave it out")
@@ -176,26 +181,41 @@ class Engine:
     def _delta(self, update: SequenceUpdate) -> Delta:
         request, reason = update.request, update.finish_reason
         live = self._live[request.request_id]
-        text, stopped = live.text.add(update.token_ids, reason)
-        if stopped:
+        shown = live.text.add(update.token_ids, reason)
+        if shown.stop is not None:
             if reason is None:
                 self.scheduler.finish(request.request_id)
             reason = "stop"
         if reason is not None:
             del self._live[request.request_id]
             self._close_mask(request.request_id)
-        elif self._masks is not None and request.params.structured is not None:
+        elif self._masks is not None and request.params.structured is not None and update.token_ids:
             self._masks.advance(request.request_id, update.token_ids, may_end=_may_end(request))
         return Delta(
             request_id=request.request_id,
-            token_ids=tuple(update.token_ids),
-            text=text,
-            logprobs=tuple(logprob_entries(entry, self._token_text) for entry in update.logprobs),
+            token_ids=tuple(update.token_ids[: shown.num_tokens]),
+            text=shown.text,
+            logprobs=tuple(logprob_entries(entry, self._token_text) for entry in update.logprobs[: shown.num_tokens]),
+            prompt_logprobs=self._prompt_entries(live, update) if request.params.prompt_logprobs is not None else (),
             finish_reason=reason,
+            stop_reason=shown.stop or (self._stop_token(update) if reason == "stop" else None),
             error=update.error,
             first_scheduled=request.first_scheduled,
             num_preemptions=request.num_preemptions,
         )
+
+    def _prompt_entries(self, live: _Live, update: SequenceUpdate) -> tuple[tuple[LogprobEntry, ...], ...]:
+        """Return what became known of the prompt; its first token has nothing, and is told with what comes first."""
+        first: tuple[tuple[LogprobEntry, ...], ...] = () if live.prompt_told else ((),)
+        live.prompt_told = True
+        pieces = [prompt_entries(piece, self._token_text) for piece in update.prompt_logprobs]
+        return first + tuple(itertools.chain.from_iterable(pieces))
+
+    def _stop_token(self, update: SequenceUpdate) -> int | None:
+        """Return the stop token of the request that ended it; None for an end token of the model."""
+        last, params = update.token_ids[-1], update.request.params
+        is_end = not params.ignore_eos and last in self.scheduler.config.eos_token_ids
+        return last if last in params.stop_token_ids and not is_end else None
 
     # --- grammars ----------------------------------------------------------------------------------------------------
     def _close_mask(self, request_id: str) -> None:
@@ -222,10 +242,10 @@ class Engine:
         if made.error is not None:
             code = INVALID_REQUEST if made.refused else None
             return Delta(request_id=made.request_id, finish_reason="error", error=made.error, error_code=code)
-        text, _ = live.text.add([], "length")  # what was held back because a stop string might begin there
+        shown = live.text.add([], "length")  # what was held back because a stop string might begin there
         return Delta(
             request_id=made.request_id,
-            text=text,
+            text=shown.text,
             finish_reason="stop",
             first_scheduled=live.request.first_scheduled,
             num_preemptions=live.request.num_preemptions,

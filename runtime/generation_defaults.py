@@ -25,11 +25,17 @@ FILE = "generation_config.json"
 # `vllm` is what that server calls it.
 OFF = ("none", "vllm")
 MAX_ENDS, MAX_TOKEN_ID = 256, 2**31 - 1
-_FIELDS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_new_tokens": "max_tokens"}
+_FIELDS = {
+    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
+}  # fmt: skip
+_NEUTRAL = {"min_p": 0, "repetition_penalty": 1}  # asks for nothing, and need not be told
+# What holds without random choices too.
+_ALWAYS = ("repetition_penalty", "max_tokens")
 # Fields that choose among tokens or end a text in ways that this version lacks, with the value that asks for nothing.
 _LACKING: dict[str, tuple[Any, ...]] = {
-    "repetition_penalty": (1,), "encoder_repetition_penalty": (1,), "diversity_penalty": (0,), "penalty_alpha": (0,),
-    "min_p": (0,), "typical_p": (1,), "top_h": (), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "guidance_scale": (1,),
+    "encoder_repetition_penalty": (1,), "diversity_penalty": (0,), "penalty_alpha": (0,),
+    "typical_p": (1,), "top_h": (), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "guidance_scale": (1,),
     "no_repeat_ngram_size": (0,), "encoder_no_repeat_ngram_size": (0,), "exponential_decay_length_penalty": (),
     "num_beams": (1,), "num_return_sequences": (1,), "min_length": (0,), "min_new_tokens": (0,),
     "stop_strings": ([], ""), "bad_words_ids": ([],), "force_words_ids": ([],), "sequence_bias": ({}, []),
@@ -120,14 +126,16 @@ def _sampling(fields: Fields, greedy: bool) -> dict[str, Any]:
     for theirs, ours in _FIELDS.items():
         if ours in found:
             _check(fields, theirs, ours, found[ours])
+    found = {name: value for name, value in found.items() if value != _NEUTRAL.get(name)}
     if greedy:
-        kept = {"max_tokens": found["max_tokens"]} if "max_tokens" in found else {}
-        return {"temperature": 0.0, **kept}
+        return {"temperature": 0.0, **{name: found[name] for name in _ALWAYS if name in found}}
     return found
 
 
 def _check(fields: Fields, theirs: str, ours: str, value: Any) -> None:
     """Refuse what SamplingParams refuses, under the file's name of the field."""
+    if value == 0 and ours == "max_tokens":
+        raise fields.refuse(theirs, value, "is not allowed; use at least 1, or start with --generation-config none")
     try:
         SamplingParams(**{ours: value})
     except ValueError as error:
@@ -141,7 +149,7 @@ def _lacking(content: dict[str, Any], greedy: bool) -> tuple[str, ...]:
         value = content.get(name)
         if value is None or value is False or any(value == one for one in fine):
             continue
-        if greedy and name in ("min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"):
+        if greedy and name in ("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"):
             continue  # they only thin out what sampling chooses from
         found.append(f"{name}={show(value, limit=40)}")
     return tuple(found)

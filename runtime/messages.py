@@ -69,6 +69,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         num_preemptions: how often it was preempted so far.
         prompt_logprobs: for the next tokens of the prompt, in order, candidates with the prompt's own token first; empty
             for the very first token, of which nothing can be said. All of them come before any new token.
+        stop_reason: the stop string or stop token that ended it; None for anything else.
     """
 
     request_id: str
@@ -81,6 +82,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_preemptions: int = 0
     error_code: str | None = None
     prompt_logprobs: tuple[tuple[LogprobEntry, ...], ...] = ()
+    stop_reason: int | str | None = None
 
 
 def refusal(request_id: str, error: str, code: str) -> Delta:

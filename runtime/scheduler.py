@@ -103,8 +103,7 @@ class Scheduler:
 
     def hold(self, request_id: str) -> bool:
         """Let a request sample only with masks from its next planned token on; False if there is no such request."""
-        request = self._requests.get(request_id)
-        if request is None:
+        if (request := self._requests.get(request_id)) is None:
             return False
         request.constrained = request.awaits_mask = True
         self._mark(request)
@@ -121,8 +120,7 @@ class Scheduler:
             ValueError: the mask allows nothing.
             RuntimeError: the request has its next mask, or needs none.
         """
-        request = self._requests.get(request_id)
-        if request is None:
+        if (request := self._requests.get(request_id)) is None:
             return False
         if not request.awaits_mask:
             raise RuntimeError(f"request {request_id!r} does not wait for a mask")
@@ -275,8 +273,7 @@ class Scheduler:
             if request is not None:
                 assert piece.start == request.num_prompt_logprobs + 1, "a place of a prompt is missing, or came twice"
                 request.num_prompt_logprobs += len(piece.ranks) // 4
-                update = updates.setdefault(piece.sequence_id, SequenceUpdate(request, []))
-                update.prompt_logprobs += (piece,)
+                updates.setdefault(piece.sequence_id, SequenceUpdate(request, [])).prompt_logprobs += (piece,)
         return updates
 
     def _advance(
@@ -369,12 +366,7 @@ class Scheduler:
     @property
     def fullest_groups(self) -> tuple[tuple[int, int], ...]:
         """KV blocks in use and in all on each rank, of the cache group that is used most."""
-        batch = self._batch
-        used = batch.num_blocks[:, None] - batch.free_blocks  # [G, W]
-        fullest = np.argmax(used / batch.num_blocks[:, None], axis=0)
-        return tuple(
-            (int(used[group, rank]), int(batch.num_blocks[group])) for rank, group in enumerate(fullest.tolist())
-        )
+        return self._batch.fullest_groups()
 
     @property
     def used_blocks_per_rank(self) -> tuple[int, ...]:

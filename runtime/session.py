@@ -18,6 +18,7 @@ import numpy as np
 
 from ..models.source import resolve_model
 from ..text import ChatTemplate, Tokenizer, check_template_kwargs
+from .checked_params import checked_params
 from .config import EngineConfig
 from .generation_defaults import GenerationDefaults, generation_defaults
 from .kv_layout import kv_layout, step_limits
@@ -29,7 +30,6 @@ from .resolve import Resolved, check_checkpoint, resolve
 from .scheduling.admission import check_fits
 from .scheduling.limits import SchedulerConfig
 from .scheduling.request import Request
-from .text_output import TextOutput
 
 log = logging.getLogger(__name__)
 
@@ -158,18 +158,20 @@ class Session:
             raise ValueError("skip_tokenizer_init=True leaves token ids only; give prompt_token_ids")
         return self.tokenizer
 
-    def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+    def check(self, token_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
         """Refuse what can never run, by the rules of the scheduler and the figures of the replicas.
+
+        Returns:
+            `params` as engines take them (see `checked_params`).
 
         Raises:
             ValueError: the prompt is empty, too long, or holds an id that is no token; or the parameters ask for more
                 than there is.
         """
-        if self.tokenizer is None:
-            TextOutput(None, params)  # refuses stop strings
         request = Request(request_id="", prompt_token_ids=np.empty(len(token_ids), np.int32), params=params)
         check_fits(request, self._limits)
         check_token_ids(token_ids, self.resolved.model.vocab_size)
+        return checked_params(params, self.tokenizer, self.resolved.model.vocab_size)
 
     @property
     def _limits(self) -> SchedulerConfig:
@@ -189,7 +191,9 @@ class Session:
         )
 
     def stream(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Iterator[tuple[int, Delta]]:
-        """Yield (index of the prompt, what became known of it) until all are finished.
+        """Yield (index of the output, what became known of it) until all are finished.
+
+        Outputs are numbered through: all of the first prompt, as many as its `n`, then those of the next.
 
         Leaving the iterator early aborts what still runs.
 
@@ -200,13 +204,13 @@ class Session:
         """
         if self._closed:
             raise RuntimeError("this LLM is closed; make a new one")
-        for prompt, own in zip(prompts, params, strict=True):
-            self.check(prompt, own)
+        checked = [(prompt, self.check(prompt, own)) for prompt, own in zip(prompts, params, strict=True)]
+        outputs = [(prompt, choice) for prompt, own in checked for choice in own.choices()]
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("this LLM is generating already; it serves one call at a time (a server serves many)")
         pending: dict[str, int] = {}
         try:
-            yield from self._run(prompts, params, pending)
+            yield from self._run(outputs, pending)
         finally:
             if not self._closed:  # `close` ends them all, and is not waited for here
                 with self._turn:
@@ -215,9 +219,9 @@ class Session:
             self._lock.release()
 
     def _run(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], pending: dict[str, int]
+        self, outputs: Sequence[tuple[Sequence[int], SamplingParams]], pending: dict[str, int]
     ) -> Iterator[tuple[int, Delta]]:
-        waiting = iter(range(len(prompts)))
+        waiting = iter(range(len(outputs)))
         most = self.resolved.topology.dp * self.resolved.most_requests  # replicas refuse more than that
         while True:
             self._need_open()  # before the turn too, which `close` may hold for seconds
@@ -226,7 +230,7 @@ class Session:
                 for index in itertools.islice(waiting, most - len(pending)):
                     request_id = f"local-{next(self._numbers)}"
                     pending[request_id] = index
-                    self._submit(request_id, prompts[index], params[index])
+                    self._submit(request_id, *outputs[index])
                 deltas = self._replicas.poll(POLL_S) if pending else []
             if not pending:
                 return

@@ -68,7 +68,10 @@ MAY_IMPORT_TORCH = {
     "runtime/gpus.py",
     "runtime/worker.py",
     "runtime/worker_main.py",
+    "runtime/ranks/logit_edits.py",
+    "runtime/ranks/masks.py",
     "runtime/ranks/memory.py",
+    "runtime/ranks/reports.py",
     "runtime/ranks/sampler.py",
 }
 MAX_LINES = 400

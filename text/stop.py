@@ -16,17 +16,23 @@ class StopMatcher:
 
     Args:
         stops: non-empty strings; none at all lets everything through.
+        include: the text ends behind the stop string, not before it.
+
+    Attributes:
+        found: the stop string that is complete, or None.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self.found: str | None = None
+        self._include = include
         self._stops = tuple(stops)
         self._borders = tuple(_borders(stop) for stop in self._stops)
         self._matched = [0] * len(self._stops)  # characters of each stop that the text so far ends with
         self._held = ""
         self._stopped = False
 
-    def add(self, text: str) -> tuple[str, bool]:
-        """Take the next piece of text.
+    def add(self, text: str, *, counts: bool = True) -> tuple[str, bool]:
+        """Take the next piece of text; with `counts` false, stop strings that end in it are text like any other.
 
         Returns:
             Text that may be shown now, and whether a stop string is complete. After that nothing comes out any more.
@@ -37,11 +43,11 @@ class StopMatcher:
             return text, False
         for position, character in enumerate(text):
             found = self._advance(character)
-            if found:
+            if found and counts:
                 self._stopped = True
-                shown = (self._held + text[: position + 1])[:-found]
-                self._held = ""
-                return shown, True
+                shown, self._held = self._held + text[: position + 1], ""
+                self.found = shown[-found:]
+                return shown if self._include else shown[:-found], True
         held_back = max(self._matched)
         whole = self._held + text
         cut = len(whole) - held_back

@@ -169,6 +169,14 @@ class BatchState:
         """Return the requests of `rank` in order of slot."""
         return [request for request in self.requests[rank] if request is not None]
 
+    def fullest_groups(self) -> tuple[tuple[int, int], ...]:
+        """Return KV blocks in use and in all on each rank, of the cache group that is used most."""
+        used = self.num_blocks[:, None] - self.free_blocks  # [G, W]
+        fullest = np.argmax(used / self.num_blocks[:, None], axis=0)
+        return tuple(
+            (int(used[group, rank]), int(self.num_blocks[group])) for rank, group in enumerate(fullest.tolist())
+        )
+
     def residue(self) -> str | None:
         """Say what is left in a batch that should be empty; None when the books balance. Cheap, and no assertion."""
         if self.phase.any() or any(request is not None for requests in self.requests for request in requests):

@@ -13,6 +13,7 @@ from moewe.runtime.plan import FINISH_ERROR, RankPlan, RankResult, StepResult, T
 from moewe.runtime.ranks.batch import WorkerBatch
 from moewe.runtime.scheduler import Scheduler
 from moewe.runtime.scheduling.limits import GroupLimits, SchedulerConfig
+from moewe.runtime.text_output import Shown
 from tests.support.fake_worker import VOCAB_SIZE
 
 LIMITS = SchedulerConfig(
@@ -76,7 +77,7 @@ class Text:
 
     def add(self, token_ids, finish_reason):
         text = "".join(chr(97 + token_id % 26) for token_id in token_ids)
-        return text, text in self.stop
+        return Shown(text, text if text in self.stop else None, len(token_ids))
 
 
 def make_engine(group=None):

@@ -15,6 +15,7 @@ from moewe.runtime.plan import RankResult, StepResult, pack, unpack
 from moewe.runtime.ranks.batch import WorkerBatch
 from moewe.runtime.scheduler import Scheduler
 from moewe.runtime.scheduling.limits import GroupLimits, SchedulerConfig
+from moewe.runtime.text_output import Shown
 
 VOCAB, EOS = 64, 63
 LIMITS = SchedulerConfig(
@@ -101,7 +102,7 @@ class Text:
             letters.pop()
         text = self.held + "".join(letters)
         self.held = text[-1:] if finish_reason is None else ""
-        return (text[:-1] if finish_reason is None else text), False
+        return Shown(text[:-1] if finish_reason is None else text, None, len(token_ids))
 
 
 @pytest.fixture

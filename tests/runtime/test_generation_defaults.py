@@ -37,9 +37,10 @@ def test_the_models_file_is_read(tmp_path: Path) -> None:
 
 def test_do_sample_false_is_greedy(tmp_path: Path) -> None:
     defaults = read(tmp_path, SAID | {"do_sample": False, "min_p": 0.1, "repetition_penalty": 1.1})
-    assert defaults.sampling == {"temperature": 0.0, "max_tokens": 2048}
-    assert defaults.params({}).greedy and defaults.lacking == ("repetition_penalty=1.1",)
-    assert defaults.params({"temperature": 1.0}) == SamplingParams(temperature=1.0, max_tokens=2048)
+    assert defaults.sampling == {"temperature": 0.0, "max_tokens": 2048, "repetition_penalty": 1.1}
+    assert defaults.params({}).greedy and defaults.lacking == ()
+    warm = defaults.params({"temperature": 1.0})
+    assert warm == SamplingParams(temperature=1.0, max_tokens=2048, repetition_penalty=1.1)
 
 
 @pytest.mark.parametrize("word", ["none", "vllm"])
@@ -77,6 +78,8 @@ def test_a_request_wins_over_the_file_and_that_over_a_command(tmp_path: Path) ->
         ({"temperature": "hot"}, "temperature = 'hot'"),
         ({"temperature": True}, "temperature = True"),
         ({"top_p": 0}, "top_p = 0"),
+        ({"min_p": 2}, "min_p = 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty = 0"),
         ({"top_k": 1.5}, "top_k = 1.5"),
         ({"max_new_tokens": 0}, "max_new_tokens = 0"),
         ({"do_sample": "no"}, "do_sample = 'no' must be true or false"),
@@ -97,9 +100,12 @@ def test_what_cannot_be_done_is_told_in_one_line(tmp_path: Path, caplog: pytest.
     assert read(tmp_path, neutral).lacking == ()
     read(tmp_path, neutral).report()
     assert caplog.records == []
-    read(tmp_path, {"top_p": 0.9, "repetition_penalty": 1.05, "min_p": 0.1, "suppress_tokens": [3]}).report()
+    asks = {"top_p": 0.9, "repetition_penalty": 1.05, "min_p": 0.1, "suppress_tokens": [3], "typical_p": 0.5}
+    read(tmp_path, asks).report()
     told, warned = caplog.records
-    assert "top_p=0.9" in told.getMessage() and told.levelno == logging.INFO
+    for name in ("top_p=0.9", "repetition_penalty=1.05", "min_p=0.1"):
+        assert name in told.getMessage()
+    assert told.levelno == logging.INFO
     assert warned.levelno == logging.WARNING and "\n" not in warned.getMessage()
-    for name in ("repetition_penalty=1.05", "min_p=0.1", "suppress_tokens=[3]", "generation_config.json"):
+    for name in ("typical_p=0.5", "suppress_tokens=[3]", "generation_config.json"):
         assert name in warned.getMessage()

@@ -89,7 +89,7 @@ class FakeReplicas:
                 reason = "stop" if self.ends else "length"
             elif params.max_tokens is not None and position + 1 >= params.max_tokens:
                 reason = "length"
-            text, stopped = output.add([token], reason)
+            text, stopped, _ = output.add([token], reason)
             reason = "stop" if stopped else reason
             if reason is not None:
                 del self._tasks[request_id]
