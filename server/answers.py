@@ -1,39 +1,76 @@
-"""Bodies and stream chunks of both routes, built from deltas. Field for field what OpenAI clients read.
+"""What the answers of both routes have in common: identity, choices, usage; and the shape that a request asked for.
 
-Not transport (server/streams.py). One id, created and model over all chunks of an answer.
-Units: tokens; natural logarithms, -9999.0 for minus infinity, which JSON cannot say.
+Not transport (server/streams.py) and not the fields of one route (server/completion_answer.py, server/chat_answer.py).
+One id, created and model over all chunks of an answer. Choice i of prompt p has the index p * n + i.
+Units: tokens.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..runtime.messages import Delta, LogprobEntry
 from ..text import Tokenizer
-from .chat_parts import ChatParts, Reading
+from .answer_logprobs import Offsets, Positions, Shown, prompt_table
 from .hub import Call
 
-_LEAST_LOGPROB = -9999.0
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a client wants to see.
+
+    Attributes:
+        model: the name that the client used.
+        tokenizer: for texts and bytes of tokens.
+        prompts: token ids.
+        echo: texts of the prompts, which answers begin with; empty without echo.
+        n: choices for each prompt.
+        top: alternatives a token, None when no log-probabilities were asked.
+        prompt_top: the same for `prompt_logprobs`.
+        include_usage, continuous_usage: chunks carry `usage`: the last one, or all.
+        token_ids: tell ids of prompts and outputs.
+        tokens_as_ids: name tokens by their ids.
+        skip_special_tokens: they are not in the text.
+    """
+
+    model: str
+    tokenizer: Tokenizer | None
+    prompts: Sequence[Sequence[int]]
+    echo: Sequence[str] = ()
+    n: int = 1
+    top: int | None = None
+    prompt_top: int | None = None
+    include_usage: bool = False
+    continuous_usage: bool = False
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+    skip_special_tokens: bool = True
 
 
 @dataclass
 class Choice:
-    """What one prompt has produced so far.
+    """What one choice has produced so far.
 
     Attributes:
+        offsets: of the tokens whose log-probabilities went out.
         text: characters up to now.
         entries: log-probabilities of the tokens, when asked.
-        text_offset: characters of the tokens whose log-probabilities went out.
+        prompt_entries: of the prompt's tokens but the first; only the first choice of a prompt has them.
+        token_ids: of the output.
+        opened: a chunk of it went out.
     """
 
+    offsets: Offsets
     text: list[str] = field(default_factory=list)
     entries: list[tuple[LogprobEntry, ...]] = field(default_factory=list)
+    prompt_entries: list[tuple[LogprobEntry, ...]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    text_offset: int = 0
+    opened: bool = False
 
 
 class Answer(ABC):
@@ -41,28 +78,24 @@ class Answer(ABC):
 
     Args:
         call: whose answer.
-        model: the name that the client used.
-        tokenizer: for texts and bytes of tokens.
-        top: alternatives a token, None when no log-probabilities were asked.
-        include_usage: chunks carry `usage`.
+        shape: what to show.
     """
 
     prefix = ""
     kind = ""
     chunk_kind = ""
 
-    def __init__(
-        self, call: Call, model: str, tokenizer: Tokenizer | None, top: int | None, include_usage: bool = False
-    ) -> None:
+    def __init__(self, call: Call, shape: Shape) -> None:
         self.call = call
-        self.top = top
-        self._tokenizer = tokenizer
-        self._include_usage = include_usage
-        self._head = {"id": f"{self.prefix}-{call.call_id}", "created": int(time.time()), "model": model}
-        self.choices = [Choice() for _ in call.num_tokens]
+        self.shape = shape
+        self.shown = Shown(
+            shape.tokenizer, shape.top, as_ids=shape.tokens_as_ids, skip_special_tokens=shape.skip_special_tokens
+        )
+        self._head = {"id": f"{self.prefix}-{call.call_id}", "created": int(time.time()), "model": shape.model}
+        self.choices = [Choice(self.shown.offsets()) for _ in call.num_tokens]
 
     def body(self) -> dict[str, Any]:
-        """Return the whole answer, once all prompts ended."""
+        """Return the whole answer, once all choices ended."""
         choices = [self.whole(index, choice) for index, choice in enumerate(self.choices)]
         return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
@@ -71,10 +104,13 @@ class Answer(ABC):
         choice = self.choices[index]
         choice.text.append(delta.text)
         choice.entries.extend(delta.logprobs)
+        choice.prompt_entries.extend(entries for entries in delta.prompt_logprobs if entries)
+        if self.shape.token_ids:
+            choice.token_ids.extend(delta.token_ids)
         choice.finish_reason = delta.finish_reason
 
     def opening(self) -> list[dict[str, Any]]:
-        """Return the chunks that come before any text."""
+        """Return the chunks that come before any output."""
         return []
 
     @abstractmethod
@@ -83,149 +119,36 @@ class Answer(ABC):
 
     def closing(self) -> list[dict[str, Any]]:
         """Return the chunk of totals, when asked."""
-        return [{**self._chunk([]), "usage": self._usage()}] if self._include_usage else []
+        return [{**self._chunk([]), "usage": self._usage()}] if self.shape.include_usage else []
 
     @abstractmethod
     def whole(self, index: int, choice: Choice) -> dict[str, Any]:
         """Return one finished choice."""
 
+    def prompt_of(self, index: int) -> Sequence[int]:
+        """Return the prompt of a choice."""
+        return self.shape.prompts[index // self.shape.n]
+
+    def prompt_positions(self, index: int) -> Positions:
+        """Return the log-probabilities of a choice's prompt: nothing for the first token, then all that are known."""
+        return [(), *self.choices[index - index % self.shape.n].prompt_entries]
+
+    def prompt_logprobs(self, index: int) -> list[dict[str, Any] | None]:
+        """Return the table of a choice's prompt, no longer than asked."""
+        most = self.shape.prompt_top or 0
+        kept = [
+            tuple(entry for place, entry in enumerate(entries) if place == 0 or entry.rank <= most)
+            for entries in self.prompt_positions(index)
+        ]
+        return prompt_table(kept, self.shown)
+
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk_kind, "choices": choices}
-        return {**chunk, "usage": None} if self._include_usage else chunk
+        if not self.shape.include_usage:
+            return chunk
+        return {**chunk, "usage": self._usage() if self.shape.continuous_usage else None}
 
     def _usage(self) -> dict[str, Any]:
-        prompt, completion = self.call.num_prompt_tokens, sum(self.call.num_tokens)
+        """A prompt counts once, however many choices it has."""
+        prompt, completion = sum(map(len, self.shape.prompts)), sum(self.call.num_tokens)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-    def _token(self, entry: LogprobEntry) -> str:
-        if self._tokenizer is not None:
-            return self._tokenizer.token_text(entry.token_id)
-        return f"token_id:{entry.token_id}" if entry.decoded_token is None else entry.decoded_token
-
-    def _most_likely(self, entries: tuple[LogprobEntry, ...]) -> list[LogprobEntry]:
-        ordered = sorted(entries, key=lambda entry: (-entry.logprob, entry.rank))
-        return ordered[: self.top or 0]
-
-
-class CompletionAnswer(Answer):
-    """Answers of /v1/completions."""
-
-    prefix = "cmpl"
-    kind = chunk_kind = "text_completion"
-
-    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """Return one chunk with new text, its log-probabilities and perhaps the end."""
-        if not (delta.text or delta.finish_reason or delta.logprobs):
-            return []
-        choice = self.choices[index]
-        choice_body = {
-            "index": index,
-            "text": delta.text,
-            "logprobs": self._logprobs(choice, list(delta.logprobs)),
-            "finish_reason": delta.finish_reason,
-        }
-        return [self._chunk([choice_body])]
-
-    def whole(self, index: int, choice: Choice) -> dict[str, Any]:
-        """Return one finished choice."""
-        return {
-            "index": index,
-            "text": "".join(choice.text),
-            "logprobs": self._logprobs(choice, choice.entries),
-            "finish_reason": choice.finish_reason,
-        }
-
-    def _logprobs(self, choice: Choice, positions: list[tuple[LogprobEntry, ...]]) -> dict[str, Any] | None:
-        if self.top is None:
-            return None
-        tokens = [self._token(entries[0]) for entries in positions]
-        offsets = []
-        for token in tokens:
-            offsets.append(choice.text_offset)
-            choice.text_offset += len(token)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [finite(entries[0].logprob) for entries in positions],
-            "top_logprobs": [self._top(entries) for entries in positions] if self.top else None,
-            "text_offset": offsets,
-        }
-
-    def _top(self, entries: tuple[LogprobEntry, ...]) -> dict[str, float]:
-        """The most likely tokens and the chosen one; of ids with the same text the likelier counts."""
-        shown: dict[str, float] = {}
-        for entry in [*self._most_likely(entries), entries[0]]:
-            shown.setdefault(self._token(entry), finite(entry.logprob))
-        return shown
-
-
-class ChatAnswer(Answer):
-    """Answers of /v1/chat/completions."""
-
-    prefix = "chatcmpl"
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-
-    def __init__(self, *args: Any, reading: Reading | None = None) -> None:
-        super().__init__(*args)
-        self._reading = reading
-        self._parts = [ChatParts(reading) for _ in self.choices]
-
-    def add(self, index: int, delta: Delta) -> None:
-        """Keep what a delta brought for the whole answer."""
-        super().add(index, delta)
-        self._parts[index].take(delta)
-
-    def opening(self) -> list[dict[str, Any]]:
-        """Return the chunk that names the role."""
-        return [self._choice_chunk(0, {"role": "assistant", "content": ""}, None)]
-
-    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """Return a chunk for each new part, and an empty one with the reason at the end."""
-        parts = self._parts[index]
-        deltas = parts.take(delta)
-        logprobs = self._logprobs(list(delta.logprobs))
-        if delta.logprobs and not deltas:
-            deltas = [{"content": ""}]  # the tokens are part of a mark, or of what waits
-        chunks = [self._choice_chunk(index, part, None, None if i else logprobs) for i, part in enumerate(deltas)]
-        if delta.finish_reason is not None:
-            chunks.append(self._choice_chunk(index, {}, parts.finish_reason(delta.finish_reason)))
-        return chunks
-
-    def whole(self, index: int, choice: Choice) -> dict[str, Any]:
-        """Return one finished choice."""
-        return {
-            "index": index,
-            "message": self._parts[index].message(),
-            "logprobs": self._logprobs(choice.entries),
-            "finish_reason": self._parts[index].finish_reason(choice.finish_reason),
-        }
-
-    def _usage(self) -> dict[str, Any]:
-        if self._reading is None:
-            return super()._usage()
-        details = {"reasoning_tokens": sum(parts.reasoning_tokens for parts in self._parts)}
-        return {**super()._usage(), "completion_tokens_details": details}
-
-    def _choice_chunk(
-        self, index: int, delta: dict[str, Any], reason: str | None, logprobs: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        return self._chunk([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
-
-    def _logprobs(self, positions: list[tuple[LogprobEntry, ...]]) -> dict[str, Any] | None:
-        if self.top is None:
-            return None
-        content = [
-            {**self._entry(entries[0]), "top_logprobs": [self._entry(entry) for entry in self._most_likely(entries)]}
-            for entries in positions
-        ]
-        return {"content": content, "refusal": None}
-
-    def _entry(self, entry: LogprobEntry) -> dict[str, Any]:
-        token = self._token(entry)
-        data = self._tokenizer.token_bytes(entry.token_id) if self._tokenizer is not None else token.encode()
-        return {"token": token, "logprob": finite(entry.logprob), "bytes": list(data)}
-
-
-def finite(logprob: float) -> float:
-    """Return `logprob`, or the least number that OpenAI shows where it is minus infinity or not a number."""
-    return logprob if math.isfinite(logprob) else _LEAST_LOGPROB

@@ -136,6 +136,7 @@ HTTP_FLAGS = (
     _http("shutdown-timeout", "float", "Seconds that SIGTERM gives running requests.", field="shutdown_timeout_s",
           default="30"),
     _http("max-body-bytes", "bytes", "Larger request bodies are refused.", default="16MiB"),
+    _http("max-n", "int", "Choices (n) that one prompt of a request may have.", default="128"),
     _http("log-stats-interval", "float", "Seconds between lines of statistics while busy.",
           field="log_stats_interval_s", default="10"),
     _http("tool-call-parser", "text",

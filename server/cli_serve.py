@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..runtime.config import EngineConfig
 from ..runtime.options import layout_config
+from ..runtime.params import MAX_CHOICES
 from ..text.parsers import output_format
 from ..topologies import expansion
 from .cli_values import Settings
@@ -65,10 +66,13 @@ def server_options(http: dict[str, Any]) -> ServerOptions:
     port = values.get("port", 0)
     if not 0 <= port <= 65535:
         raise ValueError(f"--port {port} is not a port; use 0 to 65535")
-    least_of = {"shutdown_timeout_s": 0.0, "log_stats_interval_s": 0.0, "max_body_bytes": 1024, "limit_concurrency": 1}
+    least_of = {"shutdown_timeout_s": 0.0, "log_stats_interval_s": 0.0, "max_body_bytes": 1024, "limit_concurrency": 1,
+                "max_n": 1}  # fmt: skip
     for name, least in least_of.items():
         if name in values and not least <= values[name] < MOST:
             raise ValueError(f"{name}={values[name]!r} is not allowed; use at least {least:g}, and a finite number")
+    if values.get("max_n", 1) > MAX_CHOICES:
+        raise ValueError(f"--max-n {values['max_n']} is not allowed; use at most {MAX_CHOICES}")
     output_format(values.get("tool_call_parser", "auto"), values.get("reasoning_parser", "auto"), None)
     keys = gather_keys(values.get("api_keys", ()), values.get("api_key_file"))
     return ServerOptions(**checked_origins(values) | {"api_keys": keys})

@@ -16,11 +16,14 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
-from .answers import Answer, ChatAnswer, CompletionAnswer
+from .answers import Answer, Shape
+from .chat_answer import ChatAnswer
+from .completion_answer import CompletionAnswer
 from .cors import with_origins
 from .entry import Entry
 from .errors import ApiError, invalid, server_error
 from .guard import Guard
+from .hub import Call
 from .intake import Intake, chat_intake, completion_intake
 from .options import VERSION
 from .page import add_page
@@ -132,7 +135,7 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
 
         async def answer() -> Answer:
             intake = await completion_intake(state, request)
-            return CompletionAnswer(_open(state, intake), *_shape(state, request, intake))
+            return CompletionAnswer(_open(state, intake), _shape(state, request, intake))
 
         return await _respond(state, http, request, answer)
 
@@ -142,7 +145,7 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
 
         async def answer() -> Answer:
             intake = await chat_intake(state, request)
-            return ChatAnswer(_open(state, intake), *_shape(state, request, intake), reading=intake.reading)
+            return ChatAnswer(_open(state, intake), _shape(state, request, intake), reading=intake.reading)
 
         return await _respond(state, http, request, answer)
 
@@ -170,10 +173,25 @@ async def _respond(state: ServerState, http: Request, request: GenerationRequest
     return JSONResponse(await while_connected(http.receive, whole()))
 
 
-def _open(state: ServerState, intake: Intake) -> Any:
+def _open(state: ServerState, intake: Intake) -> Call:
     state.require_ready()  # tokenising took its time
-    return state.hub.open(intake.prompts, intake.params, intake.priority)
+    choices = intake.params.choices()
+    prompts = [prompt for prompt in intake.prompts for _ in choices]
+    return state.hub.open(prompts, [*choices] * len(intake.prompts), intake.priority)
 
 
-def _shape(state: ServerState, request: GenerationRequest, intake: Intake) -> tuple[Any, ...]:
-    return request.model, state.tokenizer, intake.params.logprobs, request.include_usage
+def _shape(state: ServerState, request: GenerationRequest, intake: Intake) -> Shape:
+    return Shape(
+        model=request.model or "",
+        tokenizer=state.tokenizer,
+        prompts=intake.prompts,
+        echo=intake.echo,
+        n=intake.params.n,
+        top=intake.params.logprobs,
+        prompt_top=request.prompt_logprobs,
+        include_usage=request.include_usage,
+        continuous_usage=request.continuous_usage,
+        token_ids=bool(request.return_token_ids),
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        skip_special_tokens=intake.params.skip_special_tokens,
+    )

@@ -116,11 +116,13 @@ class Hub:
         """Client calls that are not answered completely."""
         return len(self._calls)
 
-    def open(self, prompts: Sequence[Sequence[int]], params: SamplingParams, priority: int = 0) -> Call:
-        """Submit the prompts of one client call. The caller must close it."""
+    def open(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int = 0) -> Call:
+        """Submit the prompts of one client call, each with its parameters. The caller must close it."""
         assert self.replicas is not None
         if len(prompts) > self._most_live:
-            raise invalid(f"prompt holds {len(prompts)} prompts; send at most {self._most_live} at once", "prompt")
+            raise invalid(
+                f"prompts times n make {len(prompts)} outputs; ask for at most {self._most_live} at once", "prompt"
+            )
         if self.num_live + len(prompts) > self._most_live:
             raise queue_full(
                 f"{self.num_live} prompts run or wait already and the limit is {self._most_live}; try again later "
@@ -131,9 +133,9 @@ class Hub:
         self._calls[call.call_id] = call
         log.debug("runs as %s", call.call_id)  # the id that engines know, beside the client's own
         try:
-            for index, prompt in enumerate(prompts):
+            for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
                 self._live[call.request_id(index)] = (call, index)
-                self.replicas.submit(call.request_id(index), prompt, params, priority)
+                self.replicas.submit(call.request_id(index), prompt, own, priority)
         except BaseException as error:
             call.close()
             if isinstance(error, ReplicaLost):

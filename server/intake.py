@@ -14,10 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from ..runtime.checked_params import checked_params
 from ..runtime.params import SamplingParams
 from ..runtime.prompts import check_token_ids
-from ..text import TemplateError, Tokenizer, check_template_kwargs
+from ..text import Tokenizer
 from .chat_parts import Reading
+from .chat_prompt import render, template_of, template_options
 from .errors import ApiError, invalid
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
 from .state import ServerState
@@ -40,12 +42,14 @@ class Intake:
         params: for all of them.
         priority: lower runs first.
         reading: how outputs are taken apart; None leaves them text.
+        echo: texts of the prompts, which answers begin with; empty without echo.
     """
 
     prompts: list[list[int]]
     params: SamplingParams
     priority: int
     reading: Reading | None = None
+    echo: tuple[str, ...] = ()
 
 
 async def completion_intake(state: ServerState, request: CompletionRequest) -> Intake:
@@ -55,55 +59,51 @@ async def completion_intake(state: ServerState, request: CompletionRequest) -> I
     parts = _split(request.prompt)
     if len(parts) > MOST_PROMPTS:
         raise invalid(f"prompt holds {len(parts)} prompts; send at most {MOST_PROMPTS} at once", "prompt")
-    checked: list[list[int] | str] = []
-    for position, part in enumerate(parts):
-        where = "prompt" if part is request.prompt else f"prompt.{position}"
-        checked.append(part if isinstance(part, str) else _checked_ids(part, state.model_config.vocab_size, where))
-    texts = [part for part in checked if isinstance(part, str)]
     special = request.add_special_tokens is not False
-    encoded = iter(
-        await _in_thread(lambda: [_encode(state, text, special, "prompt") for text in texts]) if texts else []
-    )
-    prompts = [next(encoded) if isinstance(part, str) else part for part in checked]
-    for position, prompt in enumerate(prompts):
-        if not prompt:
+
+    def prompt_of(position: int, part: Any) -> list[int]:
+        where = "prompt" if part is request.prompt else f"prompt.{position}"
+        if isinstance(part, str):
+            ids = encode_text(state, part, special, "prompt")
+        else:
+            ids = _checked_ids(part, state, where)
+        if not ids:
             raise invalid(f"prompt.{position} holds no token; send at least one character or token id", "prompt")
-    intake = _intake(state, request, prompts, DEFAULT_COMPLETION_TOKENS)
+        return ids
+
+    prompts = await in_thread(lambda: [prompt_of(position, part) for position, part in enumerate(parts)])
+    intake = await _intake(state, request, prompts, DEFAULT_COMPLETION_TOKENS)
     await check_structure(state, intake.params, _structure_field(request))
-    return intake
+    if not request.echo:
+        return intake
+    pairs = zip(parts, prompts, strict=True)
+    texts = await in_thread(lambda: tuple(_shown_prompt(state, part, ids, intake.params) for part, ids in pairs))
+    return replace(intake, echo=texts)
+
+
+def _shown_prompt(state: ServerState, part: Any, ids: list[int], params: SamplingParams) -> str:
+    """The text of a prompt as it was sent, or of its ids."""
+    if isinstance(part, str):
+        return part
+    return "" if state.tokenizer is None else state.tokenizer.decode(ids, params.skip_special_tokens)
 
 
 async def chat_intake(state: ServerState, request: ChatRequest) -> Intake:
     """Return the conversation as token ids, with its sampling parameters."""
-    template = state.template
     messages = [message.check(position) for position, message in enumerate(request.messages)]
-    if state.tokenizer is None:
-        raise invalid("the server runs without a tokenizer (--skip-tokenizer-init); use /v1/completions with token ids")
-    if template is None:
-        raise invalid(
-            "this model has no chat template; start the server with --chat-template FILE, or use /v1/completions",
-            code="no_chat_template",
-        )
-    try:
-        options = check_template_kwargs(request.chat_template_kwargs or {})
-    except ValueError as error:
-        raise invalid(str(error), "chat_template_kwargs") from None
-
-    plan = tool_plan(state.output_format, request)
+    template = template_of(state)
+    options = template_options(template, request.chat_template_kwargs, request.reasoning_effort)
+    plan = tool_plan(state, request)
 
     def encode() -> tuple[str, list[int]]:
-        add_prompt = request.add_generation_prompt is not False
-        try:
-            text = template.render(messages, add_generation_prompt=add_prompt, tools=plan.tools or None, **options)
-        except TemplateError as error:
-            raise invalid(str(error), "messages", "chat_template_error") from None
+        text = render(template, messages, request, options, plan.tools)
         # The template has written every special token itself, the first one included.
-        return text, _encode(state, text, bool(request.add_special_tokens), "messages")
+        return text, encode_text(state, text, bool(request.add_special_tokens), "messages")
 
-    text, prompt = await _in_thread(encode)
+    text, prompt = await in_thread(encode)
     if not prompt:
         raise invalid("messages give an empty prompt; send some text", "messages")
-    intake = _intake(state, request, [prompt], None)
+    intake = await _intake(state, request, [prompt], None)
     if intake.params.structured is not None and plan.tools:
         raise invalid(
             f"{_structure_field(request)} and tools exclude each other: an answer that keeps to a grammar is no call; "
@@ -119,13 +119,17 @@ def _structure_field(request: GenerationRequest) -> str:
     return "structured" if asked is None else asked.field
 
 
-def _intake(state: ServerState, request: GenerationRequest, prompts: list[list[int]], default: int | None) -> Intake:
+async def _intake(
+    state: ServerState, request: GenerationRequest, prompts: list[list[int]], default: int | None
+) -> Intake:
     field, asked = request.asked_tokens()
     limit = state.max_model_len
     longest = max(len(prompt) for prompt in prompts)
-    if asked is not None and asked < 1:
-        raise invalid(f"{field}={asked} is not allowed; use an integer of at least 1", field)
-    if longest >= limit or (asked is not None and longest + asked > limit):
+    least = 0 if getattr(request, "echo", False) else 1
+    if asked is not None and asked < least:
+        only = "" if field != "max_tokens" or default is None else " (0 only with echo)"
+        raise invalid(f"{field}={asked} is not allowed; use an integer of at least {least}{only}", field)
+    if longest > limit or (longest == limit and asked != 0) or (asked is not None and longest + asked > limit):
         source = "messages" if default is None else "prompt"
         raise _too_long(state, longest, (source, field), asked)
     max_tokens = asked
@@ -139,11 +143,14 @@ def _intake(state: ServerState, request: GenerationRequest, prompts: list[list[i
             f"priority={request.priority} has no effect with the policy {policy!r}; start the server with "
             "--schedule-policy priority, or leave it out", "priority",
         )  # fmt: skip
-    if request.stop and state.tokenizer is None:
-        raise invalid("stop needs text, but the server runs without a tokenizer; leave it out", "stop")
-    return Intake(
-        prompts=prompts, params=request.sampling(max_tokens, state.defaults.sampling), priority=request.priority or 0
-    )
+    if (request.n or 1) > state.options.max_n:
+        raise invalid(f"n={request.n} is not allowed; use at most {state.options.max_n} (--max-n sets it)", "n")
+    params = request.sampling(max_tokens, state.defaults.sampling)
+    try:
+        checked = await in_thread(lambda: checked_params(params, state.tokenizer, state.model_config.vocab_size))
+    except ValueError as error:
+        raise request.worded(error) from None
+    return Intake(prompts=prompts, params=checked, priority=request.priority or 0)
 
 
 def _too_long(state: ServerState, prompt: int, fields: tuple[str, str], asked: int | None) -> ApiError:
@@ -183,17 +190,20 @@ def _split(prompt: Any) -> list[Any]:
     return prompt if isinstance(prompt[0], (str, list)) else [prompt]
 
 
-def _checked_ids(part: Any, vocab_size: int, where: str) -> list[int]:
+def _checked_ids(part: Any, state: ServerState, where: str) -> list[int]:
     if not isinstance(part, list):
         raise invalid(f"{where} must be text or token ids, got {type(part).__name__}", "prompt")
+    if len(part) > state.max_model_len:
+        return part  # refused for its length; looking at millions of ids would be for nothing
     try:
-        check_token_ids(part, vocab_size, name=where)
+        check_token_ids(part, state.model_config.vocab_size, name=where)
     except ValueError as error:
         raise invalid(str(error), "prompt") from None
     return part
 
 
-def _encode(state: ServerState, text: str, add_special_tokens: bool, param: str) -> list[int]:
+def encode_text(state: ServerState, text: str, add_special_tokens: bool, param: str) -> list[int]:
+    """Return the token ids of a text of a request, or refuse it."""
     tokenizer: Tokenizer | None = state.tokenizer
     if tokenizer is None:
         raise invalid("the server runs without a tokenizer (--skip-tokenizer-init); send token ids", param)
@@ -214,5 +224,6 @@ def _encode(state: ServerState, text: str, add_special_tokens: bool, param: str)
     return ids
 
 
-async def _in_thread(function: Callable[[], _Result]) -> _Result:
+async def in_thread(function: Callable[[], _Result]) -> _Result:
+    """Run a piece of work on text beside the event loop."""
     return await asyncio.get_running_loop().run_in_executor(_THREADS, function)

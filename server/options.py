@@ -9,6 +9,8 @@ from importlib.metadata import version
 
 import msgspec
 
+from ..runtime.params import MAX_CHOICES
+
 VERSION = version("moewe")
 
 
@@ -28,6 +30,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         disable_access_log: no line a request.
         shutdown_timeout_s: how long SIGTERM lets running requests finish.
         max_body_bytes: larger request bodies are refused unread.
+        max_n: choices that one prompt may have.
         log_stats_interval_s: a line of statistics this often while busy.
         tool_call_parser, reasoning_parser: formats of text/parsers, `auto` by the chat template, or `none`.
         enable_auto_tool_choice: as with vLLM; calls are read whenever a format is known, so it changes nothing.
@@ -49,6 +52,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     disable_access_log: bool = False
     shutdown_timeout_s: float = 30.0
     max_body_bytes: int = 16 * 1024 * 1024
+    max_n: int = MAX_CHOICES
     log_stats_interval_s: float = 10.0
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"

@@ -219,26 +219,41 @@ class CompletionRequest(GenerationRequest):
         return asked
 
 
-class ChatRequest(GenerationRequest):
-    """Body of /v1/chat/completions."""
+class OpenTurn(Strict):
+    """How a conversation ends: with the opening of the assistant's turn, or within one."""
 
     messages: list[ChatMessage] = described("the turns", ..., minItems=1)
+    add_generation_prompt: bool | None = described("open the assistant's turn; default true")
+    continue_final_message: bool | None = described(
+        "leave the last message open and go on with it; default false; not with `add_generation_prompt` true"
+    )
+    chat_template_kwargs: dict[str, Any] | None = described("further variables of the template, plain JSON")
+    tools: list[Any] | None = described("functions that the model may call", maxItems=MOST_TOOLS)
+
+    def check_turns(self) -> None:
+        """Refuse to leave a turn open and to open one after it."""
+        if not self.messages:
+            raise invalid("messages is empty; send at least one message", "messages")
+        if not self.continue_final_message:
+            return
+        field = "continue_final_message"
+        if self.add_generation_prompt:
+            raise invalid(f"{field} and add_generation_prompt exclude each other; send one of them as true", field)
+        if self.messages[-1].role != "assistant":
+            raise invalid(f"{field} needs a last message of role assistant; add one or leave it out", field)
+
+
+class ChatRequest(OpenTurn, GenerationRequest):
+    """Body of /v1/chat/completions."""
+
     max_completion_tokens: int | None = described("the newer name of `max_tokens`; both only when equal", minimum=1)
     logprobs: bool | None = described("report log-probabilities of the tokens; default false")
     top_logprobs: int | None = described("alternatives to report for each token; needs `logprobs`",
                                          minimum=0, maximum=MAX_LOGPROBS)  # fmt: skip
-    chat_template_kwargs: dict[str, Any] | None = described("further variables of the template, plain JSON")
-    add_generation_prompt: bool | None = described(
-        "open the assistant's turn; default true",
-    )
-    continue_final_message: bool | None = described(
-        "leave the last message open and go on with it; default false; not with `add_generation_prompt` true"
-    )
     reasoning_effort: str | None = described(
         "for templates that read a variable of this name, which get it; a 400 with others",
         enum=[*REASONING_EFFORTS, None],
     )  # fmt: skip
-    tools: list[Any] | None = described("functions that the model may call", maxItems=MOST_TOOLS)
     tool_choice: Any = described("`none`, `auto`, `required`, or a named function",
                                  types=["string", "object", "null"])  # fmt: skip
     parallel_tool_calls: bool | None = described("false leaves out calls after the first; default true")
@@ -252,9 +267,7 @@ class ChatRequest(GenerationRequest):
         """Refuse what cannot be honoured."""
         super().check()
         self.asked_tools()
-        if not self.messages:
-            raise invalid("messages is empty; send at least one message", "messages")
-        check_opening(self)
+        self.check_turns()
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid("top_logprobs needs logprobs=true; set it or leave top_logprobs out", "top_logprobs")
         if self.reasoning_effort is not None and self.reasoning_effort not in REASONING_EFFORTS:
@@ -276,17 +289,6 @@ class ChatRequest(GenerationRequest):
     def asked_logprobs(self) -> int | None:
         """Return `top_logprobs` when `logprobs` is true."""
         return (self.top_logprobs or 0) if self.logprobs else None
-
-
-def check_opening(request: Any) -> None:
-    """Refuse to leave a turn open and to open one after it (chats, and their form of /tokenize)."""
-    if not request.continue_final_message:
-        return
-    field = "continue_final_message"
-    if request.add_generation_prompt:
-        raise invalid(f"{field} and add_generation_prompt exclude each other; send one of them as true", field)
-    if not request.messages or request.messages[-1].role != "assistant":
-        raise invalid(f"{field} needs a last message of role assistant; add one or leave it out", field)
 
 
 def _signed(seed: int | None) -> int | None:
