@@ -7,17 +7,77 @@ Shapes: logits [V]; distributions [V] f64 that sum to 1.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 _MASK = 0xFFFF_FFFF
 
 
-def distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """Return the probabilities from which a token is drawn: temperature, then top_k, then top_p of what is left."""
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What one sequence does to its logits.
+
+    Attributes:
+        prompt, output: its tokens so far.
+        logit_bias, presence_penalty, frequency_penalty, repetition_penalty: as in `SamplingParams`.
+        bad_words: token sequences that are not output.
+        ends, min_tokens: tokens that do not come before so many were output.
+        allowed: tokens that a mask leaves; None for all.
+    """
+
+    prompt: Sequence[int] = ()
+    output: Sequence[int] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bad_words: Sequence[Sequence[int]] = ()
+    ends: Sequence[int] = ()
+    min_tokens: int = 0
+    allowed: frozenset[int] | None = None
+
+
+def scores(logits: np.ndarray, wishes: Wishes) -> np.ndarray:
+    """Return what a token is chosen from, [V] f64: bias, penalties, then -inf for what may not come."""
+    result = [float(value) for value in logits]
+    output = list(wishes.output)
+    for token, value in wishes.logit_bias.items():
+        result[token] += value
+    for token in {*wishes.prompt, *output}:
+        result[token] *= wishes.repetition_penalty if result[token] < 0 else 1 / wishes.repetition_penalty
+    for token in set(output):
+        result[token] -= wishes.frequency_penalty * output.count(token) + wishes.presence_penalty
+    if wishes.allowed is not None:
+        result = [value if token in wishes.allowed else -math.inf for token, value in enumerate(result)]
+    banned = set(wishes.ends) if len(output) < wishes.min_tokens else set()
+    for word in wishes.bad_words:
+        begin = list(word[:-1])
+        if len(begin) <= len(output) and output[len(output) - len(begin) :] == begin:
+            banned.add(word[-1])
+    left = [-math.inf if token in banned else value for token, value in enumerate(result)]
+    return np.array(left if max(left) > -math.inf else result)
+
+
+def keep(tokens: Sequence[int], length: int, max_length: int, ends: Sequence[int]) -> tuple[int, str]:
+    """Return how many of the tokens of a step a sequence keeps, and `stop`, `length` or nothing for why it ends."""
+    for number, token in enumerate(tokens):
+        if length + number >= max_length:
+            return number, "length"
+        if token in ends:
+            return number + 1, "stop"
+    return len(tokens), "length" if length + len(tokens) >= max_length else ""
+
+
+def distribution(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float = 0.0
+) -> np.ndarray:
+    """Return the probabilities from which a token is drawn: temperature, min_p, top_k, then top_p of what is left."""
     scaled = (logits.astype(np.float64) - logits.max()) / temperature
     weights = np.exp(scaled)
     order = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
+    order = [token for token in order if weights[token] >= min_p]
     if top_k > 0:
         order = order[:top_k]
     total = sum(weights[token] for token in order)

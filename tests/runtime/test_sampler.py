@@ -49,6 +49,9 @@ SETTINGS = {
     "both": {"temperature": 1.3, "top_k": 12, "top_p": 0.6},
     "one": {"top_p": 1e-4},
     "wide_k": {"top_k": 10_000},
+    "min_p": {"min_p": 0.07},
+    "every": {"temperature": 1.2, "min_p": 0.02, "top_k": 9, "top_p": 0.8},
+    "best": {"min_p": 1.0},
 }
 
 
@@ -59,7 +62,8 @@ def test_distribution_equals_reference(name):
     num = 20_000
     tokens = sample(logits.expand(num, -1), make_rows(num, **setting)).numpy()
     wanted = sampler_reference.distribution(
-        logits[0].numpy(), setting.get("temperature", 1.0), setting.get("top_k", 0), setting.get("top_p", 1.0)
+        logits[0].numpy(), setting.get("temperature", 1.0), setting.get("top_k", 0), setting.get("top_p", 1.0),
+        setting.get("min_p", 0.0),
     )
     seen = np.bincount(tokens, minlength=24)
     assert not seen[wanted == 0].any()
@@ -114,7 +118,8 @@ def test_draw_is_the_inverse_of_the_reference_distribution(seed, vocab, name):
     chances = uniform(rows.seed, rows.position)
     for row, token in enumerate(tokens):
         wanted = sampler_reference.distribution(
-            logits[row].numpy(), setting.get("temperature", 1.0), setting.get("top_k", 0), setting.get("top_p", 1.0)
+            logits[row].numpy(), setting.get("temperature", 1.0), setting.get("top_k", 0), setting.get("top_p", 1.0),
+            setting.get("min_p", 0.0),
         )
         cumulative = np.cumsum(wanted)
         near = np.abs(cumulative - chances[row]).min() < PROBABILITIES
@@ -195,3 +200,10 @@ def test_inverting_never_yields_a_token_of_no_weight(seed, vocab, chance):
         share = (weights[row].double().cumsum(0) / weights[row].double().sum()).numpy()
         assert share[token] >= chances[row] - 1e-12
         assert token == 0 or share[token - 1] <= chances[row] + 1e-12
+
+
+def test_logprobs_can_be_said_in_json():
+    logits = torch.zeros(1, 5)
+    logits[0, 1], logits[0, 2] = 3e38, -3e38
+    found = token_logprobs(logits, torch.tensor([2]), 5)
+    assert found.chosen.tolist() == [sampler.LEAST_LOGPROB] and np.isfinite(found.top).all()

@@ -20,7 +20,7 @@ from moewe.moe.wide_ep.exchange_local import LocalExchange
 from moewe.moe.wide_ep.exchange_threads import ThreadHub
 from moewe.moe.wide_ep.placement import linear_placement
 from moewe.runtime.params import SamplingParams
-from moewe.runtime.plan import StepPlan, StepResult, TokenLogprobs
+from moewe.runtime.plan import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
 from moewe.runtime.scheduler import Request, Scheduler, SequenceUpdate
 from moewe.runtime.worker import Worker
 from moewe.telemetry import ProgressBoard
@@ -41,6 +41,7 @@ class Outcome:
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
     num_preemptions: int = 0
@@ -207,6 +208,7 @@ class Group:
         outcome = self.outcomes[update.request.request_id]
         outcome.tokens += update.token_ids
         outcome.logprobs += update.logprobs
+        outcome.prompt_logprobs += update.prompt_logprobs
         outcome.finish_reason, outcome.error = update.finish_reason, update.error
         outcome.num_preemptions = update.request.num_preemptions
 

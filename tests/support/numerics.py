@@ -34,6 +34,7 @@ HALF_PRECISION_FACTOR = 1.5
 LOGIT_TIE = 1e-4  # absolute: where the reference's two best logits are this close, either token is right
 ROUTING_WEIGHTS = 1e-6  # absolute, fp32 routing weights against the reference, before scaling
 ROTARY_FREQUENCIES = 1e-6  # relative, fp32 frequencies of a rotary embedding against transformers
+EDITED_LOGITS = 1e-4  # absolute, logits below 1000 after bias and penalties in fp32
 LOGPROBS = 1e-5  # absolute, fp32 log-probabilities of the same logits
 PROBABILITIES = 1e-6  # absolute, cumulated: closer to a boundary than this, either side is right
 
