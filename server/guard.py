@@ -13,6 +13,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .connections import NO_PLACE
+from .docs_page import DOCS_PATHS
 from .errors import ApiError, unavailable
 from .keys import KeyCheck
 from .page import PAGE_PATHS
@@ -20,8 +21,8 @@ from .state import ServerState
 
 # Probes of an orchestrator cannot always carry a key, and these two tell nothing but up or down.
 PROBE_PATHS = frozenset({"/health", "/ready"})
-# What is open to everybody: exactly these spellings, to read. The page holds no data; it asks for the key itself.
-OPEN_PATHS = PROBE_PATHS | PAGE_PATHS
+# What is open to everybody: exactly these spellings, to read. The pages hold no data; one asks for the key itself.
+OPEN_PATHS = PROBE_PATHS | PAGE_PATHS | DOCS_PATHS
 OPEN_METHODS = frozenset({"GET", "HEAD"})
 BODY_PAUSE_S = 30.0
 # Beyond the first pause allowed, a body must come at least this fast: a byte now and then is no progress.
@@ -112,7 +113,8 @@ def too_large(most: int) -> ApiError:
 
 
 async def _answer(send: Send, error: ApiError) -> None:
-    headers = {"content-type": "application/json", **error.headers}
+    body = msgspec.json.encode(error.body())
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})
-    await send({"type": "http.response.body", "body": msgspec.json.encode(error.body())})
+    await send({"type": "http.response.body", "body": body})
