@@ -127,7 +127,7 @@ def prompt_table(positions: Positions, shown: Shown) -> list[dict[str, Any] | No
     return [
         {
             str(entry.token_id): {
-                "logprob": finite(entry.logprob), "rank": entry.rank, "decoded_token": shown.token(entry),
+                "logprob": finite(entry.logprob), "rank": entry.rank, "decoded_token": shown.name(entry.token_id),
             } for entry in entries
         } if entries else None
         for entries in positions

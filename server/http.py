@@ -17,9 +17,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from .answers import Answer, Shape
+from .bodies import read_body
 from .chat_answer import ChatAnswer
 from .completion_answer import CompletionAnswer
 from .cors import with_origins
+from .docs_page import add_docs
 from .entry import Entry
 from .errors import ApiError, invalid, server_error
 from .guard import Guard
@@ -28,8 +30,10 @@ from .intake import Intake, chat_intake, completion_intake
 from .options import VERSION
 from .page import add_page
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
+from .refused_routes import add_refused_routes
 from .state import Phase, ServerState
 from .streams import ClientGone, EventStream, collect, while_connected
+from .token_routes import add_token_routes
 from .topology_view import topology_drawing, topology_map
 
 log = logging.getLogger(__name__)
@@ -53,6 +57,9 @@ def build_routes(state: ServerState) -> FastAPI:
     _add_status_routes(app, state)
     _add_model_routes(app, state)
     _add_generation_routes(app, state)
+    add_token_routes(app, state)
+    add_refused_routes(app)
+    add_docs(app, state)
     add_page(app)
     return app
 
@@ -131,7 +138,7 @@ def _add_model_routes(app: FastAPI, state: ServerState) -> None:
 def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/completions")
     async def completions(http: Request) -> Response:
-        request = parse(CompletionRequest, await _body(state, http))
+        request = parse(CompletionRequest, await read_body(state, http))
 
         async def answer() -> Answer:
             intake = await completion_intake(state, request)
@@ -141,21 +148,13 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
-        request = parse(ChatRequest, await _body(state, http))
+        request = parse(ChatRequest, await read_body(state, http))
 
         async def answer() -> Answer:
             intake = await chat_intake(state, request)
             return ChatAnswer(_open(state, intake), _shape(state, request, intake), reading=intake.reading)
 
         return await _respond(state, http, request, answer)
-
-
-async def _body(state: ServerState, http: Request) -> bytes:
-    state.require_ready()
-    kind = http.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise invalid(f"content-type {kind[:80]!r} is not read here; send 'content-type: application/json'")
-    return await http.body()
 
 
 async def _respond(state: ServerState, http: Request, request: GenerationRequest, answer: Any) -> Response:

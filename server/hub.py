@@ -121,7 +121,7 @@ class Hub:
         assert self.replicas is not None
         if len(prompts) > self._most_live:
             raise invalid(
-                f"prompts times n make {len(prompts)} outputs; ask for at most {self._most_live} at once", "prompt"
+                f"prompts times n make {len(prompts)} outputs; send at most {self._most_live} at once", "prompt"
             )
         if self.num_live + len(prompts) > self._most_live:
             raise queue_full(

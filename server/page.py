@@ -19,7 +19,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_HEADERS = {
+PAGE_HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -44,6 +44,6 @@ def add_page(app: FastAPI) -> None:
 
 def _sender(content: bytes, kind: str) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     async def send(_: Request) -> Response:
-        return Response(content, headers={**_HEADERS, "content-type": kind})
+        return Response(content, headers={**PAGE_HEADERS, "content-type": kind})
 
     return send

@@ -129,8 +129,9 @@ def test_nothing_but_one_whole_key_lets_in() -> None:
     asyncio.run(run())
 
 
-def test_open_paths_are_the_probes_and_the_page_and_tell_nothing() -> None:
-    assert {"/health", "/ready", "/", "/static/chat.css", "/static/chat.js", "/static/icon.svg"} == OPEN_PATHS
+def test_open_paths_are_the_probes_and_the_pages_and_tell_nothing() -> None:
+    pages = {"/", "/docs", *(f"/static/{name}" for name in ("chat.css", "chat.js", "docs.css", "icon.svg"))}
+    assert {"/health", "/ready", *pages} == OPEN_PATHS
 
     async def run(client: httpx.AsyncClient) -> str:
         answers = [await client.get(path) for path in sorted(OPEN_PATHS)]

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import msgspec
 import uvicorn
 
 from moewe.models.config import ModelConfig, MoEConfig, RotaryConfig
@@ -82,6 +83,13 @@ class FakeReplicas:
     async def _say(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         output = TextOutput(self.tokenizer, params)
         tokens = list(self.script(prompt))
+        await asyncio.sleep(self.pause)
+        for piece in self._on_prompt(prompt, params):
+            self.on_delta(Delta(request_id=request_id, prompt_logprobs=piece, first_scheduled=time.monotonic()))
+        if params.max_tokens == 0:
+            del self._tasks[request_id]
+            self.on_delta(Delta(request_id=request_id, finish_reason="length", first_scheduled=time.monotonic()))
+            return
         for position, token in enumerate(tokens):
             await asyncio.sleep(self.pause)
             reason = None
@@ -97,6 +105,14 @@ class FakeReplicas:
                                 logprobs=self._logprobs(token, params), first_scheduled=time.monotonic()))  # fmt: skip
             if reason is not None:
                 return
+
+    def _on_prompt(self, prompt: Sequence[int], params: SamplingParams) -> list[tuple[tuple[LogprobEntry, ...], ...]]:
+        """What is said of the tokens of a prompt, in two pieces."""
+        if params.prompt_logprobs is None:
+            return []
+        asked = msgspec.structs.replace(params, logprobs=params.prompt_logprobs)
+        positions = ((), *(self._logprobs(token, asked)[0] for token in prompt[1:]))
+        return [positions[:2], positions[2:]]
 
     def _logprobs(self, token: int, params: SamplingParams) -> tuple[tuple[LogprobEntry, ...], ...]:
         if params.logprobs is None:

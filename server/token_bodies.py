@@ -1,0 +1,58 @@
+"""Bodies of /tokenize and /detokenize, with the names that vLLM gives their fields.
+
+Not tokenising (server/token_routes.py). Units: characters, token ids.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .errors import invalid
+from .field_table import check_inner
+from .protocol import OpenTurn
+from .strict import Strict, described
+
+# A text of this length takes about a second; longer ones belong into pieces.
+MOST_CHARACTERS = 1 << 20
+MOST_TOKENS = 1 << 20
+
+
+class TokenizeText(Strict):
+    """Body of /tokenize with a text."""
+
+    model: str | None = described("one of the served names; may be left out")
+    prompt: str = described("the text", ..., maxLength=MOST_CHARACTERS)
+    add_special_tokens: bool | None = described("let the tokenizer add its BOS; default true")
+    return_token_strs: bool | None = described("tell the text of each token too; default false")
+
+    def check(self) -> None:
+        """Refuse unknown fields and long texts."""
+        check_inner(self.model_extra or {}, type(self).model_fields, "")
+        if len(self.prompt) > MOST_CHARACTERS:
+            raise invalid(f"prompt has {len(self.prompt)} characters; send at most {MOST_CHARACTERS}", "prompt")
+
+
+class TokenizeChat(OpenTurn):
+    """Body of /tokenize with messages."""
+
+    model: str | None = described("one of the served names; may be left out")
+    add_special_tokens: bool | None = described("let the tokenizer add its BOS too; default false")
+    return_token_strs: bool | None = described("tell the text of each token too; default false")
+
+    def check(self) -> None:
+        """Refuse unknown fields and turns that do not fit."""
+        check_inner(self.model_extra or {}, type(self).model_fields, "")
+        self.check_turns()
+
+
+class Detokenize(Strict):
+    """Body of /detokenize."""
+
+    model: str | None = described("one of the served names; may be left out")
+    tokens: list[Any] = described("token ids", ..., items={"type": "integer", "minimum": 0}, maxItems=MOST_TOKENS)
+
+    def check(self) -> None:
+        """Refuse unknown fields and long lists."""
+        check_inner(self.model_extra or {}, type(self).model_fields, "")
+        if len(self.tokens) > MOST_TOKENS:
+            raise invalid(f"tokens holds {len(self.tokens)} ids; send at most {MOST_TOKENS}", "tokens")
