@@ -76,6 +76,12 @@ class ServerState:
         source = None if self.template is None else self.template.source
         return output_format(options.tool_call_parser, options.reasoning_parser, source)
 
+    @cached_property
+    def special_tokens(self) -> frozenset[str]:
+        """The special tokens of the tokenizer, as text."""
+        tokens = self.tokenizer
+        return frozenset() if tokens is None else frozenset(tokens.token_text(i) for i in tokens.special_ids)
+
     @property
     def names(self) -> tuple[str, ...]:
         """Names under which requests may ask for the model; the first is reported."""

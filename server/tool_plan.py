@@ -17,6 +17,7 @@ from ..text.parsers import OutputFormat, OutputParser, forced_parser, forced_sch
 from .chat_parts import Reading
 from .errors import invalid
 from .protocol import ChatRequest
+from .state import ServerState
 from .tool_fields import ToolChoice
 
 
@@ -29,12 +30,14 @@ class ToolPlan:
         choice: what `tool_choice` asks.
         parallel: several calls are welcome.
         formats: of the model.
+        special_tokens: of the model, as text.
     """
 
     tools: list[dict[str, Any]]
     choice: ToolChoice
     parallel: bool
     formats: OutputFormat
+    special_tokens: frozenset[str]
 
     @property
     def forced(self) -> bool:
@@ -46,7 +49,7 @@ class ToolPlan:
         if self.forced:
             schema = forced_schema(self.tools, self.choice.name, parallel=self.parallel)
             return msgspec.structs.replace(params, structured=StructuredSpec(kind="json", text=json.dumps(schema)))
-        if self.formats.needs_special_tokens(tools=bool(self.tools)):
+        if self.formats.needs_special_tokens(self.special_tokens, tools=bool(self.tools)):
             return msgspec.structs.replace(params, skip_special_tokens=False)
         return params
 
@@ -63,8 +66,9 @@ class ToolPlan:
         return Reading(make=make, one_call=not self.parallel, short_ids=self.formats.short_ids)
 
 
-def tool_plan(formats: OutputFormat, request: ChatRequest) -> ToolPlan:
+def tool_plan(state: ServerState, request: ChatRequest) -> ToolPlan:
     """Return the plan of a chat, or refuse tools that the model has no format to call."""
+    formats = state.output_format
     tools, choice = request.asked_tools()
     if choice.mode == "none":
         tools = []
@@ -73,4 +77,10 @@ def tool_plan(formats: OutputFormat, request: ChatRequest) -> ToolPlan:
             "tools cannot be called: the model's chat template writes calls in no format that is known; start the "
             "server with --tool-call-parser NAME, or send tool_choice none", "tools",
         )  # fmt: skip
-    return ToolPlan(tools=tools, choice=choice, parallel=request.parallel_tool_calls is not False, formats=formats)
+    return ToolPlan(
+        tools=tools,
+        choice=choice,
+        parallel=request.parallel_tool_calls is not False,
+        formats=formats,
+        special_tokens=state.special_tokens,
+    )

@@ -15,6 +15,7 @@ from .json_values import read_value
 
 _MESSAGE, _START, _CHANNEL = "<|message|>", "<|start|>", "<|channel|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>", _START, _CHANNEL)
+HARMONY_MARKS = (_MESSAGE, *_ENDS, "<|constrain|>")
 _OPENING = (_CHANNEL, _START, _MESSAGE, " to=", "to=")
 _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
 _RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")

@@ -5,14 +5,14 @@ Not parsing. A model is told apart by its chat template: what it was taught to w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .arguments import ArgumentKinds
 from .cursor import Parser
 from .forced import ForcedCalls
-from .harmony import Harmony
+from .harmony import HARMONY_MARKS, Harmony
 from .output import OutputParser
 from .reasoning import MarkedReasoning
 from .tools_json import DEEPSEEK, KIMI, BareJson, Mistral, SectionedCalls, TaggedJson
@@ -30,13 +30,13 @@ class ToolFormat:
     Attributes:
         make: a parser for one output, given the types of arguments.
         marks: a template that writes all of these writes this format.
-        special: some marks are special tokens, which must be kept as text.
+        tokens: marks that may be special tokens, which are then kept as text.
         short_ids: ids of calls are 9 letters and digits, as the template demands.
     """
 
     make: Callable[[ArgumentKinds], Parser]
     marks: tuple[str, ...]
-    special: bool = False
+    tokens: tuple[str, ...]
     short_ids: bool = False
 
 
@@ -47,35 +47,52 @@ class ReasoningFormat:
     Attributes:
         start, end: the marks.
         always: the output begins within the thinking unless the prompt has closed it.
-        special: the marks are special tokens.
     """
 
     start: str
     end: str
     always: bool = False
-    special: bool = False
 
 
+_TAGS = ("<tool_call>", "</tool_call>")
 # In the order in which a template is held against them: the first whose marks it has is its format.
 TOOL_FORMATS: dict[str, ToolFormat] = {
-    HARMONY: ToolFormat(make=lambda _: Harmony(reasoning=False), marks=("<|channel|>", "<|call|>"), special=True),
+    HARMONY: ToolFormat(
+        make=lambda _: Harmony(reasoning=False), marks=("<|channel|>", "<|call|>"), tokens=HARMONY_MARKS
+    ),
     "deepseek_v3": ToolFormat(
-        make=lambda _: SectionedCalls(DEEPSEEK), marks=(DEEPSEEK.begin, DEEPSEEK.separator, "```json"), special=True
+        make=lambda _: SectionedCalls(DEEPSEEK), marks=(DEEPSEEK.begin, DEEPSEEK.separator, "```json"),
+        tokens=DEEPSEEK.all,
     ),
     "deepseek_v31": ToolFormat(
-        make=lambda _: SectionedCalls(DEEPSEEK), marks=(DEEPSEEK.begin, DEEPSEEK.separator), special=True
+        make=lambda _: SectionedCalls(DEEPSEEK), marks=(DEEPSEEK.begin, DEEPSEEK.separator), tokens=DEEPSEEK.all
     ),
-    "kimi_k2": ToolFormat(make=lambda _: SectionedCalls(KIMI), marks=(KIMI.begin,), special=True),
-    "minimax_m2": ToolFormat(make=MiniMax, marks=("minimax:tool_call", "<invoke name=")),
-    "glm45": ToolFormat(make=Glm, marks=("<tool_call>", "<arg_key>")),
-    "qwen3_coder": ToolFormat(make=QwenCoder, marks=("<tool_call>", "<function=", "<parameter=")),
-    "mistral": ToolFormat(make=lambda _: Mistral(), marks=("[TOOL_CALLS]",), special=True, short_ids=True),
-    "hermes": ToolFormat(make=lambda _: TaggedJson(), marks=("<tool_call>",)),
-    "hunyuan": ToolFormat(make=lambda _: TaggedJson("<tool_calls>", "</tool_calls>"), marks=("<tool_calls>",)),
-    "granite": ToolFormat(make=lambda _: TaggedJson("<|tool_call|>", "<|end_of_text|>"), marks=("<|tool_call|>",),
-                          special=True),
-    "llama4_pythonic": ToolFormat(make=lambda _: Pythonic(), marks=("<|python_start|>",), special=True),
-    "llama3_json": ToolFormat(make=lambda _: BareJson(), marks=("<|python_tag|>",), special=True),
+    "kimi_k2": ToolFormat(make=lambda _: SectionedCalls(KIMI), marks=(KIMI.begin,), tokens=KIMI.all),
+    "minimax_m2": ToolFormat(
+        make=MiniMax, marks=("minimax:tool_call", "<invoke name="), tokens=(*MiniMax.starts, MiniMax.end)
+    ),
+    "glm45": ToolFormat(
+        make=Glm, marks=("<tool_call>", "<arg_key>"),
+        tokens=(*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    "qwen3_coder": ToolFormat(make=QwenCoder, marks=("<tool_call>", "<function=", "<parameter="), tokens=_TAGS),
+    "mistral": ToolFormat(
+        make=lambda _: Mistral(), marks=("[TOOL_CALLS]",), tokens=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        short_ids=True,
+    ),
+    "hermes": ToolFormat(make=lambda _: TaggedJson(), marks=("<tool_call>",), tokens=_TAGS),
+    "hunyuan": ToolFormat(
+        make=lambda _: TaggedJson("<tool_calls>", "</tool_calls>"), marks=("<tool_calls>",),
+        tokens=("<tool_calls>", "</tool_calls>"),
+    ),
+    "granite": ToolFormat(
+        make=lambda _: TaggedJson("<|tool_call|>", "<|end_of_text|>"), marks=("<|tool_call|>",),
+        tokens=("<|tool_call|>",),
+    ),
+    "llama4_pythonic": ToolFormat(
+        make=lambda _: Pythonic(), marks=("<|python_start|>",), tokens=("<|python_start|>", "<|python_end|>")
+    ),
+    "llama3_json": ToolFormat(make=lambda _: BareJson(), marks=("<|python_tag|>",), tokens=("<|python_tag|>",)),
 }  # fmt: skip
 TOOL_ALIASES = {
     "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31", "glm": "glm45", "glm47": "glm45", "gpt-oss": HARMONY,
@@ -85,8 +102,8 @@ TOOL_ALIASES = {
 }  # fmt: skip
 _THINK = ("<think>", "</think>")
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
-    HARMONY: ReasoningFormat(start="<|channel|>", end="<|end|>", special=True),
-    "mistral": ReasoningFormat(start="[THINK]", end="[/THINK]", special=True),
+    HARMONY: ReasoningFormat(start="<|channel|>", end="<|end|>"),
+    "mistral": ReasoningFormat(start="[THINK]", end="[/THINK]"),
     "qwen3": ReasoningFormat(start=_THINK[0], end=_THINK[1]),
     "deepseek_r1": ReasoningFormat(start=_THINK[0], end=_THINK[1], always=True),
 }
@@ -109,10 +126,19 @@ class OutputFormat:
     tools: str | None = None
     reasoning: str | None = None
 
-    def needs_special_tokens(self, *, tools: bool) -> bool:
-        """Return whether outputs must keep special tokens to be read; `tools`: calls are looked for."""
-        wanted = tools and self.tools is not None and TOOL_FORMATS[self.tools].special
-        return wanted or (self.reasoning is not None and REASONING_FORMATS[self.reasoning].special)
+    def needs_special_tokens(self, special: Collection[str], *, tools: bool) -> bool:
+        """Return whether outputs must keep special tokens to be read.
+
+        Args:
+            special: the special tokens of the model, as text.
+            tools: calls are looked for.
+        """
+        marks: tuple[str, ...] = TOOL_FORMATS[self.tools].tokens if self.tools is not None and tools else ()
+        if self.reasoning == HARMONY:
+            marks += HARMONY_MARKS
+        elif self.reasoning is not None:
+            marks += (REASONING_FORMATS[self.reasoning].start, REASONING_FORMATS[self.reasoning].end)
+        return any(mark in special for mark in marks)
 
     @property
     def short_ids(self) -> bool:

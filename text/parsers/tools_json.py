@@ -150,6 +150,11 @@ class SectionMarks:
     call_end: str
     separator: str
 
+    @property
+    def all(self) -> tuple[str, ...]:
+        """All of them."""
+        return self.begin, self.end, self.call_begin, self.call_end, self.separator
+
 
 DEEPSEEK = SectionMarks(
     begin="<｜tool▁calls▁begin｜>", end="<｜tool▁calls▁end｜>", call_begin="<｜tool▁call▁begin｜>",
