@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .llm import LLM, CompletionOutput, Logprob, RequestOutput
     from .runtime.config import EngineConfig
-    from .runtime.params import SamplingParams
+    from .runtime.params import SamplingParams, StructuredSpec
 
 # Where each name lives; importing moewe imports none of them (torch takes seconds).
 _HOMES = {
@@ -16,10 +16,20 @@ _HOMES = {
     "Logprob": ".llm",
     "RequestOutput": ".llm",
     "SamplingParams": ".runtime.params",
+    "StructuredSpec": ".runtime.params",
     "EngineConfig": ".runtime.config",
 }
 
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredSpec",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -69,6 +69,7 @@ def run_server(config: EngineConfig | Resolved, options: ServerOptions, listener
         return asyncio.run(server.run())
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is over: a second Ctrl-C must not end in a traceback
+        state.grammar_check.close()
 
 
 def build_state(resolved: Resolved, options: ServerOptions) -> tuple[ServerState, Resolved]:

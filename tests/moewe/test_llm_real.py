@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from moewe import LLM, SamplingParams
+from moewe import LLM, SamplingParams, StructuredSpec
 from tests.support.chain import chain
 
 SMALL = {"kv_cache_memory_bytes": 1 << 22, "threads": 1}
@@ -27,6 +27,10 @@ def test_llm_on_two_ranks_says_the_script_and_leaves_no_process() -> None:
             for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
                 assert entry[token].rank == 1 and entry[token].logprob > -0.01 and len(entry) == 2
         assert list(llm.stream("x", SamplingParams(temperature=0, stop=("flies",)))) == ["The ", "gull "]
+        structured = StructuredSpec(kind="choice", text='["far", "near"]')
+        bound = SamplingParams(temperature=0, max_tokens=32, structured=structured)
+        (completion,) = llm.generate("x", bound)[0].outputs
+        assert completion.text in ("far", "near") and completion.finish_reason == "stop"
         assert llm.generate("x", SamplingParams(temperature=0, max_tokens=2))[0].outputs[0].finish_reason == "length"
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
