@@ -139,6 +139,8 @@ class Metrics(Collector):
         if times.finished:
             return
         times.finished = True
+        if times.num_tokens == 0 and reason in ("stop", "length"):  # nothing but the prompt was asked
+            self.totals.prompt_tokens += times.num_prompt_tokens
         self.totals.finished[reason] += 1
         self._histograms["moewe_request_duration_seconds"].observe((now or time.monotonic()) - times.submitted)
         if times.num_tokens > 1 and reason in ("stop", "length"):
