@@ -192,6 +192,13 @@ class Parser(ABC):
         """Report an event."""
         self._events.append(event)
 
+    def begin_call(self, name: str) -> int:
+        """Report that a call begins and return its number. Nothing before this point becomes text again."""
+        self._cursor.recorded()
+        self.put(CallStart(self.num_calls, name))
+        self.num_calls += 1
+        return self.num_calls - 1
+
     @abstractmethod
     def _run(self) -> Steps[None]:
         """Read all of the text."""
@@ -235,9 +242,7 @@ class Call:
             return
         if not self.started:
             self.started = True
-            self._index = self._parser.num_calls
-            self._parser.num_calls += 1
-            self._parser.put(CallStart(self._index, self.name))
+            self._index = self._parser.begin_call(self.name)
         for piece in self._waiting:
             self._parser.put(CallArguments(self._index, piece))
         self._waiting.clear()

@@ -92,23 +92,22 @@ class Mistral(JsonCalls):
         cursor, start = self._cursor, "[TOOL_CALLS]"
         mark = yield from cursor.until((start,), self._text)
         while mark:
-            head = yield from cursor.blanks()
-            if head in ("[", "{"):
-                whole = yield from self._read_calls(start)
-            else:
-                whole = yield from self._read_named(start)
+            blanks = [start]
+            listed = (yield from cursor.blanks(blanks.append)) in ("[", "{")
+            whole = yield from (self._read_calls if listed else self._read_named)("".join(blanks))
             mark = yield from cursor.until((start,), self._text if whole else drop)
 
-    def _read_named(self, start: str) -> Steps[bool]:
+    def _read_named(self, opening: str) -> Steps[bool]:
         cursor = self._cursor
         cursor.record()
         call = Call(self)
         name = yield from cursor.name()
+        yield from cursor.blanks()
         if (yield from cursor.accept("[CALL_ID]", "[ARGS]")) == "[CALL_ID]":
             yield from cursor.name()
             yield from cursor.accept("[ARGS]")
         if (yield from cursor.blanks()) != "{" or not call.named(name):
-            self._text(start + cursor.recorded())
+            self._text(opening + cursor.recorded())
             return True
         cursor.recorded()
         whole = yield from read_value(cursor, call.arguments)
