@@ -67,8 +67,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         error_code: the same for programs: one of ERROR_CODES, or None when the engine itself failed.
         first_scheduled: monotonic seconds at which the request first ran; 0 before.
         num_preemptions: how often it was preempted so far.
-        prompt_logprobs: for the next tokens of the prompt, in order, candidates with the prompt's own token first; empty
-            for the very first token, of which nothing can be said. All of them come before any new token.
+        prompt_logprobs: for the next tokens of the prompt, in order, candidates with the prompt's own token first;
+            empty for the very first token, of which nothing can be said. All of them come before any new token.
         stop_reason: the stop string or stop token that ended it; None for anything else.
     """
 

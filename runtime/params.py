@@ -34,7 +34,8 @@ class StructuredSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     Attributes:
         kind: one of `STRUCTURED_KINDS`.
-        text: the JSON schema, the regular expression, the choices as a JSON list, or the grammar; empty for json_object.
+        text: the JSON schema, the regular expression, the choices as a JSON list, or the grammar; empty where the kind
+            says it all.
         thinking_start, thinking_end: marks between which the model may think first, freely; empty when it does not.
         thinking: the output begins within them.
     """
@@ -62,7 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         top_k: keep this many most likely tokens; 0 or -1 keep all.
         min_p: keep tokens at least this likely compared with the most likely one; 0 keeps all.
         presence_penalty, frequency_penalty: taken off the logits of tokens in the output, once and for each time.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; 1 does nothing.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; 1 is none.
         logit_bias: token id -> number added to its logit.
         seed: fixes the random choices whatever else runs; None draws one at admission.
         stop: strings at whose first appearance generation ends; they are not part of the text.

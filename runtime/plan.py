@@ -90,7 +90,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class TokenMask(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Which tokens the sequence in `slot` may take in this step.
 
-    `words` are little-endian u32 [ceil(V / 32)]; bit i of word w allows token 32 * w + i. At least one token is allowed.
+    `words` are little-endian u32 [ceil(V / 32)]; bit i of word w allows token 32 * w + i. One at least is allowed.
     """
 
     slot: int

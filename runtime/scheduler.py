@@ -254,7 +254,8 @@ class Scheduler:
         for entry in outcome.logprobs:
             logprobs.setdefault(entry.sequence_id, []).append(entry)
         flags = unpack(outcome.flags, "u1")
-        rows = zip(slots.tolist(), ids.tolist(), steps.tokens_of(outcome), flags.tolist(), current.tolist(), strict=True)
+        came = steps.tokens_of(outcome)
+        rows = zip(slots.tolist(), ids.tolist(), came, flags.tolist(), current.tolist(), strict=True)
         for slot, sequence_id, tokens, flag, is_current in rows:
             request = self._batch.requests[rank][slot] if is_current else self._departed.get(sequence_id)
             if request is not None:  # else it was aborted or finished with these tokens in flight

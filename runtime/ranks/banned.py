@@ -1,4 +1,4 @@
-"""Tokens that a sequence may not take next: the ends of its bad words, as far as its last tokens spell their beginnings.
+"""Tokens that a sequence may not take next: the ends of bad words whose beginnings its last tokens spell.
 
 Not the ban itself (logit_edits.py). Only slots that have bad words cost anything.
 Shapes: S slots, B words of all slots, L most tokens of a word before its last one.

@@ -1,4 +1,4 @@
-"""What requests do to logits before a token is chosen: bias, penalties, masks, bans; laid over the rows that ask for it.
+"""What requests do to logits before a token is chosen: bias, penalties, masks, bans, over the rows that ask for it.
 
 Not temperature and filters (sampler.py), and not the books behind it (sampling_state.py). Order: bias; repetition,
 frequency and presence penalty; mask; bans. Where a mask leaves only banned tokens, the mask counts.
@@ -54,7 +54,7 @@ class LogitEdits:
 
 
 def edited(logits: torch.Tensor, edits: LogitEdits) -> torch.Tensor:
-    """Return logits with `edits`; those given are left as they are. Forbidden tokens have -inf, each row a token left."""
+    """Return logits with `edits`; those given stay. Forbidden tokens have -inf; each row has a token left."""
     scores = logits.clone()
     vocab, device = logits.shape[1], logits.device
     if edits.bias[0].size:
@@ -82,9 +82,7 @@ def edited(logits: torch.Tensor, edits: LogitEdits) -> torch.Tensor:
     return scores
 
 
-def _places(
-    entries: Entries, vocab: int, device: torch.device
-) -> tuple[tuple[torch.Tensor, torch.Tensor], np.ndarray]:
+def _places(entries: Entries, vocab: int, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], np.ndarray]:
     """Return where entries are in the logits, less those beyond the vocabulary, and which of them these are."""
     kept = np.flatnonzero(entries[1] < vocab)
     return (_move(entries[0][kept], device), _move(entries[1][kept], device)), kept

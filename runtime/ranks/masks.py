@@ -1,7 +1,7 @@
 """Packed token masks: which tokens a row may take, one bit a token, laid over its logits.
 
 Not a grammar (who makes a mask knows why) and not a sampler. Rows without a mask are not touched.
-Shapes: N rows of logits [N, V] f32, M of them with a mask; words are u32 [M, ceil(V / 32)], bit i of word w is 32 w + i.
+Shapes: N rows of logits [N, V] f32, M of them with a mask; words are u32 [M, ceil(V / 32)], see `TokenMask`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Logits to tokens, vectorised over rows: greedy, temperature, min_p, top_k, top_p, and log-probabilities.
 
-What requests do to logits before is logit_edits.py's: forbidden tokens come as -inf. Not a grammar and not a stop rule; rows never look at each other, so a row's token is the same in every batch.
+What requests do to logits before is logit_edits.py's: forbidden tokens come as -inf. Not a grammar and not a stop rule;
+rows never look at each other, so a row's token is the same in every batch.
 Shapes: N rows, V vocabulary; logits [N, V] f32; per-row settings are numpy [N]. Ties go to the lower id everywhere.
 """
 
@@ -13,9 +14,9 @@ import torch
 
 from .randomness import uniform
 
+LEAST_LOGPROB = -9999.0
 # A nucleus rarely holds more tokens than this; where it does, the row's whole vocabulary is sorted.
 _NUM_CANDIDATES = 1024
-LEAST_LOGPROB = -9999.0
 _RUN = 256  # ids summed at once when the distribution function is inverted
 
 

@@ -70,9 +70,7 @@ def keep(tokens: Sequence[int], length: int, max_length: int, ends: Sequence[int
     return len(tokens), "length" if length + len(tokens) >= max_length else ""
 
 
-def distribution(
-    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float = 0.0
-) -> np.ndarray:
+def distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> np.ndarray:
     """Return the probabilities from which a token is drawn: temperature, min_p, top_k, then top_p of what is left."""
     scaled = (logits.astype(np.float64) - logits.max()) / temperature
     weights = np.exp(scaled)

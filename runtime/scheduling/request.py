@@ -78,7 +78,7 @@ class Request:
 
     @property
     def most_computed(self) -> int:
-        """Tokens in KV when nothing is left to run: all but the last, or the whole prompt where nothing is generated."""
+        """Tokens in KV when nothing is left to run: all but the last, and the prompt where nothing is generated."""
         return max(self.max_length - 1, len(self.prompt_token_ids))
 
     def token_ids(self) -> np.ndarray:

@@ -225,8 +225,6 @@ def snapshot_plans(batch: BatchState, draft: StepDraft, eos: tuple[int, ...]) ->
             admitted.append(admission(request, eos, num_computed_tokens=computed))
         ordered = tuple(chunks[slot] for slot in sorted(chunks))
         plans.append(
-            RankPlan(
-                admitted=tuple(admitted), grants=batch.table_rows(rank), chunks=ordered, masks=draft.masks[rank]
-            )
+            RankPlan(admitted=tuple(admitted), grants=batch.table_rows(rank), chunks=ordered, masks=draft.masks[rank])
         )
     return tuple(plans)

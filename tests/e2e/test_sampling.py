@@ -10,9 +10,10 @@ import torch
 
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.plan import unpack
+from moewe.runtime.ranks.masks import pack_mask
 from tests.support.comparison import compare_with_reference
 from tests.support.fixtures import checkpoint, random_prompt, reference_logits
-from tests.support.harness import Outcome, generate
+from tests.support.harness import Group, Outcome, generate
 from tests.support.numerics import LOGITS_AGAINST_REFERENCE, LOGPROBS
 from tests.support.setups import Setup
 
@@ -83,6 +84,32 @@ def test_ends_do_not_come_before_min_tokens(min_tokens: int) -> None:
     for outcome in run.outcomes:
         assert outcome.finish_reason == "stop" and len(outcome.tokens) > min_tokens
         assert [token % 3 == 0 for token in outcome.tokens] == [False] * (len(outcome.tokens) - 1) + [True]
+
+
+# --- masks, P-API-02 --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("topology", ["EP1DP1", "EP2DP1"])
+def test_masks_leave_what_they_allow_and_others_run_as_ever(topology: str) -> None:
+    path, prompts = checkpoint(MODEL), [random_prompt(6 + i, seed=i) for i in range(3)]
+    alone = generate(path, prompts, params=seeded(3, logprobs=5)).outcomes
+    with Group(path, Setup(topology=topology)) as group:
+        for i, prompt in enumerate(prompts):
+            group.submit(str(i), prompt, seeded(3, logprobs=5, max_tokens=24))
+        group.scheduler.hold("1")
+        request, given = group.request("1"), 0
+        while group.step():
+            if request.awaits_mask and given == len(request.generated) < 24:
+                allowed = np.zeros(group.model.vocab_size, np.bool_)
+                allowed[[given] if given % 2 else range(100 + given, 110 + given)] = True
+                group.scheduler.release("1", pack_mask(allowed))
+                given += 1
+        outcomes = [group.outcomes[str(i)] for i in range(3)]
+    assert [outcomes[0].tokens, outcomes[2].tokens] == [alone[0].tokens, alone[2].tokens]
+    for place, token in enumerate(outcomes[1].tokens):
+        assert token == place if place % 2 else 100 + place <= token < 110 + place
+    for entry in outcomes[1].logprobs:
+        assert np.isfinite(entry.logprobs).all() and len(entry.token_ids) == 6
+        assert entry.logprobs[1] >= entry.logprobs[0], "the model's own view, whatever the mask"
+    assert len(outcomes[1].tokens) == 24
 
 
 # --- P-API-16 ---------------------------------------------------------------------------------------------------------

@@ -117,6 +117,14 @@ def test_requests_of_all_lengths_get_all_their_tokens():
     assert engine.num_steps == len(engine.workers.plans)
 
 
+def test_what_a_door_must_have_done_is_refused():
+    engine = make_engine()
+    for params in ({"n": 2}, {"bad_words": ("a",)}):
+        refused = engine.add(submit("a", [1], **params))
+        assert refused.error_code == "invalid_request" and "checked_params" in refused.error
+    assert not engine.has_work
+
+
 def test_two_steps_are_in_flight():
     engine = make_engine()
     engine.add(submit("a", [1], max_tokens=20))

@@ -12,7 +12,10 @@ from moewe.runtime.ranks.finish import NO_TOKEN, commit_tokens
 
 REASONS = {FINISH_NONE: "", FINISH_STOP: "stop", FINISH_LENGTH: "length"}
 SEQUENCE = st.tuples(
-    st.lists(st.integers(0, 6), max_size=5), st.integers(1, 9), st.integers(0, 6), st.lists(st.integers(0, 6), max_size=3)
+    st.lists(st.integers(0, 6), max_size=5),
+    st.integers(1, 9),
+    st.integers(0, 6),
+    st.lists(st.integers(0, 6), max_size=3),
 )
 
 

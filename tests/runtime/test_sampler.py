@@ -62,7 +62,10 @@ def test_distribution_equals_reference(name):
     num = 20_000
     tokens = sample(logits.expand(num, -1), make_rows(num, **setting)).numpy()
     wanted = sampler_reference.distribution(
-        logits[0].numpy(), setting.get("temperature", 1.0), setting.get("top_k", 0), setting.get("top_p", 1.0),
+        logits[0].numpy(),
+        setting.get("temperature", 1.0),
+        setting.get("top_k", 0),
+        setting.get("top_p", 1.0),
         setting.get("min_p", 0.0),
     )
     seen = np.bincount(tokens, minlength=24)
@@ -118,7 +121,10 @@ def test_draw_is_the_inverse_of_the_reference_distribution(seed, vocab, name):
     chances = uniform(rows.seed, rows.position)
     for row, token in enumerate(tokens):
         wanted = sampler_reference.distribution(
-            logits[row].numpy(), setting.get("temperature", 1.0), setting.get("top_k", 0), setting.get("top_p", 1.0),
+            logits[row].numpy(),
+            setting.get("temperature", 1.0),
+            setting.get("top_k", 0),
+            setting.get("top_p", 1.0),
             setting.get("min_p", 0.0),
         )
         cumulative = np.cumsum(wanted)

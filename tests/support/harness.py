@@ -129,6 +129,10 @@ class Group:
         self.outcomes[request_id] = Outcome(prompt=list(prompt))
         return self.outcomes[request_id]
 
+    def request(self, request_id: str) -> Request:
+        """Return the scheduler's own record of a request."""
+        return self._requests[request_id]
+
     def abort(self, request_id: str) -> bool:
         """Abort a request, with whatever is in flight."""
         if not self.scheduler.abort(request_id):

@@ -21,6 +21,7 @@ from moewe.runtime.plan import (
     FINISH_NONE,
     FINISH_STOP,
     Admission,
+    PromptLogprobs,
     RankPlan,
     RankResult,
     StepHeader,
@@ -53,7 +54,7 @@ def expected_tokens(request: Request) -> list[int]:
 
 def make_request(name: str, prompt: int, max_tokens: int | None = None, **fields: object) -> Request:
     """Return a request of `prompt` tokens that ignores EOS; `fields` go to SamplingParams or Request."""
-    params = {"ignore_eos": True, "logprobs": None}
+    params = {"ignore_eos": True, "logprobs": None, "prompt_logprobs": None}
     params |= {key: fields.pop(key) for key in list(fields) if key in params}
     seed = int(fields.pop("seed", sum(map(ord, name))))  # type: ignore[call-overload]
     ids = np.array([(seed + 3 * i) % 1000 for i in range(prompt)], np.int32)
@@ -120,6 +121,7 @@ class NullRank:
             self._write(self.slots[slot], start, start + size)
         for slot, start, size, _ in runs:
             self._read(self.slots[slot], start, start + size)
+        prompts = [self._judge(slot, start, size) for slot, start, size, _ in runs]
         outcome = [(slot, *self._sample(self.slots[slot])) for slot, _, _, samples in runs if samples]
         ids = [self.slots[slot].admission.sequence_id for slot, _, _ in outcome]
         logprobs = tuple(
@@ -127,11 +129,14 @@ class NullRank:
             for i, (slot, token, _) in zip(ids, outcome, strict=True)
             if self.slots[slot].admission.sampling.num_logprobs >= 0
         )
+        got_tokens = np.array([token is not None for _, token, _ in outcome], np.int64)
         return RankResult(
             step=header.step,
             slots=pack(np.array([slot for slot, _, _ in outcome])),
             sequence_ids=pack(np.array(ids), "<i8"),
-            tokens=pack(np.array([token for _, token, _ in outcome])),
+            tokens=pack(np.array([token for _, token, _ in outcome if token is not None])),
+            counts=b"" if got_tokens.all() else pack(got_tokens),
+            prompt_logprobs=tuple(piece for piece in prompts if piece is not None),
             flags=pack(np.array([flag for _, _, flag in outcome]), "u1"),
             logprobs=logprobs,
             num_rows=sum(size for _, _, size, _ in runs),
@@ -149,7 +154,7 @@ class NullRank:
             assert header.snapshot or (admission.sequence_id not in self.seen and not admission.num_computed_tokens)
             self.seen.add(admission.sequence_id)
             tokens = unpack(admission.tokens).tolist()
-            assert 0 < len(tokens) < admission.max_length <= self.config.max_model_len
+            assert 0 < len(tokens) <= admission.max_length <= self.config.max_model_len
             computed = admission.num_computed_tokens
             tables: list[dict[int, int]] = [{} for _ in self.config.groups]
             self.slots[admission.slot] = NullSequence(admission, tokens, computed, computed, tables)
@@ -191,9 +196,29 @@ class NullRank:
             assert self.kv_token[group][places].tolist() == sequence.tokens[first:end], "KV holds other tokens"
         sequence.computed = end
 
-    def _sample(self, sequence: NullSequence) -> tuple[int, int]:
+    def _judge(self, slot: int, start: int, size: int) -> PromptLogprobs | None:
+        """Report what was asked of the prompt in rows [start, start + size): each token is as likely as its place."""
+        admission = self.slots[slot].admission
+        tokens = unpack(admission.tokens)
+        num_prompt = len(tokens) if admission.num_prompt_tokens < 0 else admission.num_prompt_tokens
+        first, end = max(start + 1, admission.prompt_logprobs_from), min(start + size + 1, num_prompt)
+        if admission.sampling.num_prompt_logprobs < 0 or first >= end:
+            return None
+        return PromptLogprobs(
+            slot=slot,
+            sequence_id=admission.sequence_id,
+            start=first,
+            token_ids=pack(tokens[first:end]),
+            logprobs=pack(-np.arange(first, end), "<f4"),
+            ranks=pack(np.ones(end - first)),
+        )
+
+    def _sample(self, sequence: NullSequence) -> tuple[int | None, int]:
         sampling, position = sequence.admission.sampling, len(sequence.tokens)
         assert sequence.computed == position and not sequence.finished
+        if position == sequence.admission.max_length:
+            sequence.decoding = sequence.finished = True
+            return None, FINISH_LENGTH
         token, flag = next_token(sampling.seed, position), FINISH_NONE
         if self.errors.get(sampling.seed) == position:
             flag = FINISH_ERROR
@@ -216,6 +241,7 @@ class NullEngine:
         self.plans: list[StepPlan] = []
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
+        self.prompt_logprobs: dict[str, list[PromptLogprobs]] = {}
 
     @property
     def num_steps(self) -> int:
@@ -249,7 +275,9 @@ class NullEngine:
         for update in updates:
             name = update.request.request_id
             assert name not in self.reasons, f"{name} goes on after its end"
+            assert not (update.prompt_logprobs and self.tokens[name]), "the prompt is told before the output"
             self.tokens[name] += update.token_ids
+            self.prompt_logprobs.setdefault(name, []).extend(update.prompt_logprobs)
             assert self.tokens[name] == update.request.generated
             if update.finish_reason is not None:
                 self.reasons[name] = update.finish_reason
@@ -273,5 +301,5 @@ class NullEngine:
                 continue
             expected = expected_tokens(request)
             assert self.tokens[request.request_id] == expected, request.request_id
-            stopped = expected[-1] == EOS and not request.params.ignore_eos
+            stopped = expected and expected[-1] == EOS and not request.params.ignore_eos
             assert self.reasons[request.request_id] == ("stop" if stopped else "length")
