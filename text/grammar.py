@@ -28,8 +28,8 @@ KEPT_GRAMMARS = 64
 # What one grammar may cost: states are some 2 kB each; fuel is about 50,000 a millisecond, 14,000 in a step.
 _LIMITS: dict[str, Any] = {"max_lexer_states": 20_000, "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000,
            "step_max_items": 50_000, "max_grammar_size": 500_000, "verbose_errors": False}  # fmt: skip
-# Room for indented JSON; without a bound a model that likes blanks writes nothing else until its limit.
-_BLANKS = r"[\x20\x0A\x0D\x09]{1,64}"
+# A space, or a line break with its indentation: without a bound a model that likes blanks writes nothing else.
+_BLANKS = r"(\x20|\r?\n[\x20\t]{0,40})"
 
 
 class GrammarError(ValueError):

@@ -187,3 +187,20 @@ def test_hostile_grammars_are_refused_while_a_stream_goes_on(server: ServerProce
     assert chat(server, guided_choice=["ok"], max_tokens=5).choices[0].message.content == "ok"
     assert server.process.poll() is None
     server.wait_idle(20)
+
+
+def test_a_demanded_call_is_one(server: ServerProcess) -> None:
+    parameters = {**SCHEMA, "properties": {**SCHEMA["properties"], "to": {"enum": ["sea", "land"]}}}
+    tools = [{"type": "function", "function": {"name": "fly", "parameters": parameters}}]
+    named = {"type": "function", "function": {"name": "fly"}}
+    for choice in ("required", named):
+        asked = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+        answer = chat(server, max_tokens=400, seed=2, **asked).choices[0]
+        (call,) = answer.message.tool_calls
+        assert call.function.name == "fly"
+        jsonschema.validate(json.loads(call.function.arguments), parameters)
+    tools[0]["function"]["parameters"] = {"type": "object", "properties": {"to": {"type": "strng"}}}  # type: ignore[index]
+    with pytest.raises(openai.BadRequestError, match="strng"):
+        chat(server, tools=tools, tool_choice="required")
+    with pytest.raises(openai.BadRequestError, match="exclude each other"):
+        chat(server, tools=tools, tool_choice="required", response_format=FORMAT)
