@@ -1,7 +1,7 @@
 # One command each, the same for people and for CI.
 PYTHON ?= python
 
-.PHONY: check format lint types test slow wheel bench families clean
+.PHONY: check format lint types test slow wheel bench families api clean
 
 check: lint types test            ## everything a commit must pass
 
@@ -32,6 +32,9 @@ slow:
 
 families:                         ## docs/families.md, after a change of models/checked.py
 	$(PYTHON) -m moewe.models.checked > docs/families.md
+
+api:                              ## docs/api.md, after a change of a field of the API
+	$(PYTHON) -m moewe.server.api_reference > docs/api.md
 
 bench:
 	@ls benchmarks/*.py

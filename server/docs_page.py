@@ -6,6 +6,7 @@ open without a key, while the document names models and is not. Units: character
 
 from __future__ import annotations
 
+from functools import cache
 from html import escape
 from importlib import resources
 from typing import Any
@@ -20,15 +21,15 @@ from .state import ServerState
 
 DOCS_PATHS = frozenset({"/docs", "/static/docs.css"})
 _LIMITS = {
-    "minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "minLength": "characters from",
-    "maxLength": "characters to", "minItems": "entries from", "maxItems": "entries to", "maxProperties": "entries to",
+    "minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "to {}", "minLength": "at least {} characters",
+    "maxLength": "at most {} characters", "minItems": "at least {} entries", "maxItems": "at most {} entries",
+    "maxProperties": "at most {} entries",
 }  # fmt: skip
 
 
 def add_docs(app: FastAPI, state: ServerState) -> None:
     """Add the routes."""
-    page = docs_page(document())
-    style = resources.files(__package__).joinpath("static").joinpath("docs.css").read_text("utf-8")
+    page, style = _files()
 
     @app.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)
     async def docs() -> Response:
@@ -41,6 +42,12 @@ def add_docs(app: FastAPI, state: ServerState) -> None:
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:
         return JSONResponse(document(state))
+
+
+@cache
+def _files() -> tuple[str, str]:
+    style = resources.files(__package__).joinpath("static").joinpath("docs.css")
+    return docs_page(document()), style.read_text("utf-8")
 
 
 def docs_page(content: Schema) -> str:
@@ -83,7 +90,7 @@ def type_of(schema: Schema) -> str:
 
 def limits_of(schema: Schema) -> str:
     """Return what bounds a value, in words."""
-    return " ".join(f"{words} {schema[name]}" for name, words in _LIMITS.items() if name in schema)
+    return " ".join(words.format(schema[name]) for name, words in _LIMITS.items() if name in schema)
 
 
 def _operation(path: str, method: str, operation: Schema, schemas: Schema) -> str:

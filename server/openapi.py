@@ -97,6 +97,7 @@ def _bounded(schemas: dict[str, Schema], state: ServerState | None) -> None:
     prompt.pop("type", None)
     prompt["anyOf"] = [text, ids, several]
     schemas["CompletionRequest"]["required"] = ["model", "prompt"]
+    schemas["ChatRequest"]["properties"]["max_tokens"]["minimum"] = 1
     schemas["Detokenize"]["properties"]["tokens"]["items"] = token
     for name in ("CompletionRequest", "ChatRequest"):
         properties = schemas[name]["properties"]

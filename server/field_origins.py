@@ -1,0 +1,55 @@
+"""Who knows a field of completions and chats, and where this server differs: the comparison in docs/api.md.
+
+Not used while serving. Knowledge of OpenAI's API and of vLLM 0.32, from their documents. Units: names of fields.
+"""
+
+from __future__ import annotations
+
+# Of OpenAI's /v1/completions and /v1/chat/completions.
+OPENAI = frozenset({
+    "audio", "best_of", "echo", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs",
+    "max_completion_tokens", "max_tokens", "messages", "metadata", "modalities", "model", "n", "parallel_tool_calls",
+    "prediction", "presence_penalty", "prompt", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort",
+    "response_format", "safety_identifier", "seed", "service_tier", "stop", "store", "stream", "stream_options",
+    "suffix", "temperature", "tool_choice", "tools", "top_logprobs", "top_p", "user", "verbosity", "web_search_options",
+})  # fmt: skip
+# What vLLM adds to them, and what of them it lacks.
+VLLM_MORE = frozenset({
+    "add_generation_prompt", "add_special_tokens", "allowed_token_ids", "bad_words", "cache_salt", "chat_template",
+    "chat_template_kwargs", "continue_final_message", "documents", "ignore_eos", "include_reasoning",
+    "include_stop_str_in_output", "kv_transfer_params", "length_penalty", "logits_processors", "min_p", "min_tokens",
+    "mm_processor_kwargs", "priority", "prompt_embeds", "prompt_logprobs", "repetition_penalty", "request_id",
+    "return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens", "spaces_between_special_tokens",
+    "stop_token_ids", "structured_outputs", "top_k", "truncate_prompt_tokens", "use_beam_search", "vllm_xargs",
+})  # fmt: skip
+VLLM_LACKS = frozenset({
+    "audio", "best_of", "function_call", "functions", "metadata", "modalities", "prediction", "prompt_cache_key",
+    "prompt_cache_retention", "safety_identifier", "service_tier", "store", "verbosity", "web_search_options",
+})  # fmt: skip
+# In older versions of vLLM alone, which others took over.
+VLLM_OLD = frozenset({"guided_choice", "guided_grammar", "guided_json", "guided_regex"})
+
+DIFFERENCES = {
+    "best_of": "OpenAI generates more and returns the best",
+    "echo": "vLLM has it for chats too",
+    "logprobs": "completions: OpenAI up to 5, vLLM up to `--max-logprobs`",
+    "max_completion_tokens": "with both names vLLM takes the newer one",
+    "max_tokens": "vLLM's completions get 16 too",
+    "model": "vLLM takes a request without it",
+    "n": "vLLM refuses n > 1 with greedy sampling; here all choices are equal then",
+    "parallel_tool_calls": "OpenAI tells its model; vLLM leaves out later calls as here",
+    "priority": "vLLM refuses it likewise unless its policy is priority",
+    "prompt_logprobs": "vLLM takes -1 for the whole vocabulary",
+    "reasoning_effort": "vLLM hands it to every template, whether it reads it or not",
+    "seed": "OpenAI: best effort",
+    "stop": "OpenAI: up to 4 strings",
+    "stream_options": "OpenAI has no `continuous_usage_stats`",
+    "temperature": "OpenAI: up to 2",
+    "tool_choice": "OpenAI's `allowed_tools` is not supported",
+}
+
+
+def known_to(name: str) -> tuple[str, str]:
+    """Return whether OpenAI and vLLM have a field, in words for a table."""
+    vllm = name in VLLM_MORE or (name in OPENAI and name not in VLLM_LACKS)
+    return "yes" if name in OPENAI else "no", "yes" if vllm else ("older" if name in VLLM_OLD else "no")
