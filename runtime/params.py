@@ -184,11 +184,11 @@ _WORD_TOKENS = _several(MAX_BAD_WORD_TOKENS, _TOKEN)
 # (field, whether a value is fine, the fix), in the order in which they are looked at.
 _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("max_tokens", _or_none(_COUNT), "use an integer of at least 0, or null for as many as fit"),
-    ("min_tokens", _COUNT, "use an integer of at least 0"),
+    ("min_tokens", _integer(0, 2**31 - 1), "use an integer from 0 to 2147483647"),
     ("n", _integer(1, MAX_CHOICES), f"use an integer from 1 to {MAX_CHOICES}"),
     ("temperature", _number(0, 100), "use a number from 0 (greedy) to 100"),
     ("top_p", lambda value: _is_number(value) and 0 < value <= 1, "use a number above 0 and up to 1"),
-    ("top_k", _integer(-1, math.inf), "use 0 or -1 to keep all tokens, or a positive integer"),
+    ("top_k", _integer(-1, 2**31 - 1), "use 0 or -1 to keep all tokens, or a positive integer of at most 31 bits"),
     ("min_p", _number(0, 1), "use a number from 0 (keeps all tokens) to 1"),
     ("presence_penalty", _number(-2, 2), "use a number from -2 to 2"),
     ("frequency_penalty", _number(-2, 2), "use a number from -2 to 2"),

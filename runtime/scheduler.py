@@ -166,7 +166,7 @@ class Scheduler:
         chunks = steps.draft_chunks(batch, decoding=decoding, growing=growing)
         draft = steps.StepDraft(decoding, growing, chunks, steps.held_slots(batch))
         if draft.is_empty and not snapshot and not any(admitted):
-            assert self.num_running == np.count_nonzero(batch.held), "sequences are in slots, but none can run"
+            assert not self.num_running or batch.held.any(), "sequences are in slots, but none can run"
             return None
         grants = steps.commit(batch, draft)
         if snapshot:

@@ -77,6 +77,12 @@ class Request:
         return len(self.prompt_token_ids) + len(self.generated)
 
     @property
+    def is_judged(self) -> bool:
+        """True while log-probabilities of its prompt are still to be told."""
+        asked = self.params.prompt_logprobs is not None
+        return asked and self.num_prompt_logprobs + 1 < len(self.prompt_token_ids)
+
+    @property
     def most_computed(self) -> int:
         """Tokens in KV when nothing is left to run: all but the last, and the prompt where nothing is generated."""
         return max(self.max_length - 1, len(self.prompt_token_ids))

@@ -17,6 +17,9 @@ from .batch_state import DECODE, FREE, PREFILL, BatchState
 from .policy import precedence, share_tokens
 from .request import Request
 
+# Tokens of prompts in one step of a rank whose log-probabilities are told: each costs a row of logits and its report.
+MOST_JUDGED_TOKENS = 1024
+
 
 @dataclass
 class StepDraft:
@@ -88,7 +91,11 @@ def draft_chunks(batch: BatchState, *, decoding: np.ndarray, growing: np.ndarray
             needs = [min(need, config.max_chunk_tokens) for need in needs]
         shares = share_tokens(needs, config.max_num_batched_tokens - int(decoding[rank].sum()))
         spare_blocks = int(batch.free_blocks[:, rank].min() - growing[rank].sum())  # a token takes room in every group
+        judged_left = MOST_JUDGED_TOKENS
         for slot, share in zip(slots, shares, strict=True):
+            if batch.request_at(rank, slot).is_judged:
+                share = min(share, judged_left)
+                judged_left -= share
             start, granted = int(batch.computed[rank, slot]), int(batch.granted[rank, slot])
             # Decodes may have grown into blocks that this prompt was counted for: it takes what is left and goes on
             # when they end or are preempted.

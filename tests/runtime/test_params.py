@@ -24,7 +24,8 @@ def tokenizer() -> Tokenizer:
     [
         ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", True), ("min_tokens", -1), ("min_tokens", None),
         ("n", 0), ("n", 129), ("n", None), ("temperature", -0.1), ("temperature", float("nan")), ("temperature", 101),
-        ("temperature", "1"), ("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("min_p", -0.1), ("min_p", 1.1),
+        ("temperature", "1"), ("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("top_k", 2**31), ("min_tokens", 2**31),
+        ("min_p", -0.1), ("min_p", 1.1),
         ("min_p", float("nan")), ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("repetition_penalty", 0),
         ("repetition_penalty", float("inf")), ("logit_bias", [1]), ("logit_bias", "1"),
         ("logit_bias", {i: 1 for i in range(1025)}), ("seed", 2**63), ("stop", ("",)), ("stop", (1,)),

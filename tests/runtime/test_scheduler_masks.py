@@ -18,7 +18,8 @@ ALL = b"\xff\xff\xff\xff"
 def config_of(**changes: object) -> SchedulerConfig:
     fields = {"num_ranks": 1, "block_size": 4, "max_model_len": 400, "max_num_seqs": 4, "max_num_batched_tokens": 16}
     blocks = changes.pop("num_blocks", 100)
-    return SchedulerConfig(groups=(GroupLimits(num_blocks=blocks),), eos_token_ids=(EOS,), **{**fields, **changes})
+    groups = (GroupLimits(num_blocks=blocks), *changes.pop("more_groups", ()))
+    return SchedulerConfig(groups=groups, eos_token_ids=(EOS,), **{**fields, **changes})
 
 
 def constrained(name: str, prompt: int, max_tokens: int) -> Request:
@@ -153,7 +154,9 @@ def test_a_snapshot_keeps_who_waits():
 @pytest.mark.parametrize("seed", range(12))
 def test_random_mixes_give_every_token_one_mask_through_preemptions(seed):
     chance = random.Random(seed)
-    engine = NullEngine(config_of(num_ranks=2, num_blocks=11, max_model_len=45, max_num_batched_tokens=12))
+    window = (GroupLimits(num_blocks=12, kind="window", window=5),) if seed % 2 else ()
+    config = config_of(num_ranks=2, num_blocks=11, more_groups=window, max_model_len=45, max_num_batched_tokens=12)
+    engine = NullEngine(config)
     requests = [
         (constrained if chance.random() < 0.6 else make_request)(f"r{i}", chance.randint(2, 20), chance.randint(8, 24))
         for i in range(14)

@@ -9,6 +9,7 @@ import pytest
 
 from moewe.runtime.plan import FINISH_STOP, RankResult, StepResult, pack, unpack
 from moewe.runtime.scheduler import AdmissionError, GroupLimits, Request, Scheduler, SchedulerConfig
+from moewe.runtime.scheduling.step import MOST_JUDGED_TOKENS
 from tests.support.null_worker import EOS, NullEngine, make_request
 
 
@@ -97,3 +98,18 @@ def test_random_prompts_are_told_once_through_preemptions_and_aborts(seed: int) 
         if request.request_id not in aborted:
             wanted = 0 if request.params.prompt_logprobs is None else len(request.prompt_token_ids)
             assert places(engine, request) == list(range(1, wanted))
+
+
+def test_prompts_that_are_judged_share_what_a_step_judges_and_others_do_not() -> None:
+    engine = NullEngine(config_of(num_blocks=2000, max_model_len=3000, max_num_batched_tokens=4000), depth=1)
+    judged = [make_request(f"a{i}", 900, 1, prompt_logprobs=0) for i in range(2)]
+    plain = make_request("b", 1500, 1)
+    engine.add(*judged, plain)
+    sizes = []
+    while engine.scheduler.has_work:
+        engine.step()
+        sizes.append([(chunk.slot, chunk.num_tokens) for chunk in engine.plans[-1].ranks[0].chunks])
+    assert sizes == [[(0, 900), (1, 124), (2, 1500)], [(1, 776)]]
+    assert MOST_JUDGED_TOKENS == 1024
+    engine.check_tokens([*judged, plain])
+    assert all(places(engine, request) == list(range(1, 900)) for request in judged)
