@@ -100,7 +100,7 @@ class Hub:
     def __init__(self, metrics: Metrics, most_live: int) -> None:
         self.metrics = metrics
         self.replicas: Submitter | None = None
-        self._most_live = most_live
+        self.most_live = most_live
         self._live: dict[str, tuple[Call, int]] = {}
         self._calls: dict[str, Call] = {}
         self._prefix = secrets.token_hex(6)
@@ -119,13 +119,14 @@ class Hub:
     def open(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int = 0) -> Call:
         """Submit the prompts of one client call, each with its parameters. The caller must close it."""
         assert self.replicas is not None
-        if len(prompts) > self._most_live:
+        if len(prompts) > self.most_live:
             raise invalid(
-                f"prompts times n make {len(prompts)} outputs; send at most {self._most_live} at once", "prompt"
+                f"prompts times n make {len(prompts)} outputs; send at most {self.most_live} at once",
+                "n" if len(set(map(id, prompts))) == 1 else "prompt",
             )
-        if self.num_live + len(prompts) > self._most_live:
+        if self.num_live + len(prompts) > self.most_live:
             raise queue_full(
-                f"{self.num_live} prompts run or wait already and the limit is {self._most_live}; try again later "
+                f"{self.num_live} prompts run or wait already and the limit is {self.most_live}; try again later "
                 "(--max-queued-requests sets how many may wait)"
             )
         times = [self.metrics.submitted(len(prompt)) for prompt in prompts]

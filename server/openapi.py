@@ -107,7 +107,7 @@ def _bounded(schemas: dict[str, Schema], state: ServerState | None) -> None:
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         }
         if state is not None:
-            properties["n"]["maximum"] = state.options.max_n
+            properties["n"]["maximum"] = min(state.options.max_n, state.hub.most_live)
 
 
 def _paths() -> dict[str, dict[str, Schema]]:
