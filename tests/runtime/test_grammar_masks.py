@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from moewe.runtime import grammar_masks
-from moewe.runtime.grammar_masks import GrammarMasks, MadeMask
+from moewe.runtime.grammar_masks import GrammarMasks, MadeMask, grammar_matchers
 from moewe.runtime.params import StructuredSpec
+from moewe.text import load_tokenizer
+from tests.support import small_tokenizers
 
 WAIT_S = 20.0
 
@@ -134,3 +138,30 @@ def test_who_takes_for_ever_is_given_up_and_replaced(
     names = {one(masks).request_id}
     names |= {made.request_id for made in masks.collect(WAIT_S, for_any=True)}
     assert names == {"c", "d"}
+
+
+def test_matchers_of_a_model_know_its_end_tokens_and_its_thinking(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(small_tokenizers.write(tmp_path, "byte_level"))
+    make = grammar_matchers(tokenizer, tokenizer.vocab_size + 70, [tokenizer.vocab_size + 69])
+    (letter,) = tokenizer.encode("a", add_special_tokens=False)
+    plain = make(StructuredSpec(kind="regex", text="a+"))
+    plain.accept(letter)
+    assert allowed(plain.mask()) == {"a", tokenizer.vocab_size + 69}
+    fields = {"thinking_start": "<s>", "thinking_end": "</s>"}
+    either = make(StructuredSpec(kind="regex", text="a", **fields))
+    assert tokenizer.bos_token_id is not None and tokenizer.eos_token_id is not None
+    assert allowed(either.mask()) == {"a", tokenizer.bos_token_id}
+    within = make(StructuredSpec(kind="regex", text="a", thinking=True, **fields))
+    assert within.mask() is None
+    within.accept(tokenizer.eos_token_id)
+    assert allowed(within.mask()) == {"a"}
+    with pytest.raises(ValueError, match="no text fulfils it"):
+        make(StructuredSpec(kind="regex", text=r"[^\s\S]"))
+
+
+def allowed(mask: bytes | None) -> set[int | str]:
+    """Return which ids a mask allows, the letters among them as such."""
+    assert mask is not None
+    ids = np.flatnonzero(np.unpackbits(np.frombuffer(mask, "u1"), bitorder="little")).tolist()
+    letter = small_tokenizers.byte_level().token_to_id("a")
+    return {"a" if token == letter else token for token in ids}
