@@ -132,16 +132,17 @@ def test_text_without_calls_comes_out_as_it_is(name: str) -> None:
 
 
 ALPHABET = [
-    "<tool_call>", "</tool_call>", '{"name": "now", "arguments": ', '{"a": "}"}', "}", "{", '"', "\\", "\\u00e9", "\n",
-    " ", "text", "<function=", "now", ">", "<parameter=", "where", "</parameter>", "</function>", "<arg_key>",
-    "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", ",", ";", "(", ")", "=", "'",
-    "5", "-", "<|python_tag|>", "<|python_start|>", "<|python_end|>", '"parameters": {}', "<｜tool▁calls▁begin｜>",
-    "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "function", "```json\n",
-    "<|channel|>", "analysis", "commentary to=functions.now ", "<|message|>", "<|end|>", "<|call|>", "<|start|>",
-    "<think>", "</think>", "[THINK]", "[/THINK]", "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', '">',
-    '<parameter name="', "</invoke>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.now:0",
-    "\x00", "é",
-    "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>", "<tool_calls>", "</tool_calls>",
+    "<tool_call>", "</tool_call>", '{"name": "now", "arguments": ', '{"a": "}"}', "}", "{", '"', "\\",
+    "\\u00e9", "\n", " ", "text", "<function=", "now", ">", "<parameter=", "where", "</parameter>",
+    "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]",
+    "[CALL_ID]", "[", "]", ",", ";", "(", ")", "=", "'", "5", "-", "<|python_tag|>", "<|python_start|>",
+    "<|python_end|>", '"parameters": {}', "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "function", "```json\n",
+    "<|channel|>", "analysis", "commentary to=functions.now ", "<|message|>", "<|end|>", "<|call|>",
+    "<|start|>", "<think>", "</think>", "[THINK]", "[/THINK]", "<minimax:tool_call>", "</minimax:tool_call>",
+    '<invoke name="', '">', '<parameter name="', "</invoke>", "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>", "functions.now:0", "\x00", "é", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+    "<|tool_calls_section_end|>", "<tool_calls>", "</tool_calls>",
 ]  # fmt: skip
 
 
