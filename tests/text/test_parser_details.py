@@ -129,7 +129,6 @@ def test_python_literals_are_read_and_never_run() -> None:
         "1j",
         "-" * 100_000 + "1",
         "x" * 5000,
-        "9" * 5000,
         "\0",
     ):
         assert literal_as_json(text) is None, text[:20]
