@@ -11,7 +11,7 @@ from moewe.runtime.messages import Submit
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.plan import FINISH_ERROR, RankPlan, RankResult, StepResult, TokenLogprobs, pack
 from moewe.runtime.ranks.batch import WorkerBatch
-from moewe.runtime.scheduler import Scheduler
+from moewe.runtime.scheduler import Scheduler, SequenceUpdate
 from moewe.runtime.scheduling.limits import GroupLimits, SchedulerConfig
 from moewe.runtime.text_output import Shown
 from tests.support.fake_worker import VOCAB_SIZE
@@ -122,6 +122,23 @@ def test_what_a_door_must_have_done_is_refused():
     for params in ({"n": 2}, {"bad_words": ("a",)}):
         refused = engine.add(submit("a", [1], **params))
         assert refused.error_code == "invalid_request" and "checked_params" in refused.error
+    assert not engine.has_work
+
+
+def test_tokens_behind_a_stop_string_are_not_told():
+    class Cuts:
+        def add(self, token_ids, finish_reason):
+            return Shown("x", "y", 2)
+
+    engine = Engine(
+        Scheduler(LIMITS), FakeGroup(), make_text=lambda params: Cuts(), token_text=None, seeds=seed_sequence(0)
+    )
+    engine.add(submit("a", [1], max_tokens=20, logprobs=0))
+    request = engine.scheduler._requests["a"]
+    logprobs = tuple(TokenLogprobs(sequence_id=0, token_ids=(i,), logprobs=(-1.0,), rank=1) for i in (5, 6, 7))
+    delta = engine._delta(SequenceUpdate(request, [5, 6, 7], logprobs))
+    assert (delta.token_ids, delta.text, delta.finish_reason, delta.stop_reason) == ((5, 6), "x", "stop", "y")
+    assert [entries[0].token_id for entries in delta.logprobs] == [5, 6]
     assert not engine.has_work
 
 
