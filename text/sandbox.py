@@ -1,7 +1,7 @@
 """The Jinja environment for templates that nobody vouches for: no way out, no endless loop, no exploding text.
 
-Not the rendering (text/chat_template.py). On top of Jinja's immutable sandbox every loop round, macro call and captured
-block is metered, and whatever can multiply the size of a value is bounded before it runs.
+Not the rendering (text/chat_template.py). On top of Jinja's immutable sandbox every loop round, macro, filter, call and
+captured block is metered, and whatever can multiply the size of a value is bounded before it runs.
 Units: CPU seconds of the calling thread; characters.
 """
 
@@ -29,6 +29,10 @@ MAX_CHARACTERS = 16 * 1024 * 1024
 MAX_MADE = 16 * MAX_CHARACTERS
 # No honest template repeats, pads or counts further than this.
 MAX_NUMBER = 1_000_000
+# Products of whole numbers may have this many bits: repeated squaring would outgrow any machine within a few lines.
+MAX_BITS = 4096
+# What an item of a list counts as, in characters.
+_ITEM = 16
 _HUGE_WIDTH = re.compile(r"\d{7,}")
 # They turn whatever they get into text: a list may name the same long text a million times.
 _TEXT_FILTERS = ("capitalize", "e", "escape", "forceescape", "format", "indent", "lower", "string", "striptags",
@@ -108,6 +112,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.filters.pop(name, None)
         self.globals.pop("lipsum", None)
         self.filters["tojson"] = _to_json
+        for name, function in self.filters.items():
+            self.filters[name] = _timed(function)
         for name in _TEXT_FILTERS:
             self.filters[name] = _guarded(self.filters[name])
         self.filters["sum"] = _sum
@@ -151,15 +157,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
             check_size(len(left) + len(right))
         elif operator == "*":
+            if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > MAX_BITS:
+                raise TemplateError(f"chat template multiplies to numbers of more than {MAX_BITS} bits")
             for value, factor in ((left, right), (right, left)):
                 if isinstance(value, (str, list, tuple)) and isinstance(factor, int):
                     check_number(len(value) * factor)
         elif operator == "**" and not (_is_small(left) and _is_small(right)):
             raise TemplateError("chat template raises to a power with numbers beyond 64")
-        return super().call_binop(context, operator, left, right)
+        return _bounded(super().call_binop(context, operator, left, right))
 
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Check arguments and result of a call that the template makes."""
+        _tick(None)
         for value in (*args, *kwargs.values()):
             if isinstance(value, int):
                 check_number(value)
@@ -192,8 +201,11 @@ def check_value(value: Any) -> None:
     if isinstance(value, str):
         check_size(len(value))
         return
-    total, todo = 0, [value]
+    total, rounds, todo = 0, 0, [value]
     while todo:
+        rounds += 1
+        if rounds % 4096 == 0:
+            _tick(None)  # what holds itself has no end
         item = todo.pop()
         if isinstance(item, str):
             total += len(item)
@@ -225,7 +237,7 @@ def one_line(error: object) -> str:
 
 
 def _tick(_: None) -> None:
-    if time.thread_time() > _limits.deadline:
+    if time.thread_time() > getattr(_limits, "deadline", 0.0):
         raise TemplateError(f"chat template ran for more than {MAX_CPU_SECONDS:g} s; it may loop for ever")
 
 
@@ -234,12 +246,12 @@ def _concat(values: list[Any]) -> str:
 
 
 def _bounded(value: Any) -> Any:
-    """Check one text, and what all those made in this rendering have together: a list could keep every one."""
-    if isinstance(value, str):
+    """Check one text or list, and what all those made in this rendering have together: each could be kept."""
+    if isinstance(value, (str, list, tuple)):
         check_size(len(value))
-        _limits.made = getattr(_limits, "made", 0) + len(value)
+        _limits.made = getattr(_limits, "made", 0) + len(value) * (1 if isinstance(value, str) else _ITEM)
         if _limits.made > MAX_MADE:
-            raise TemplateError(f"chat template makes texts of more than {MAX_MADE} characters in all")
+            raise TemplateError(f"chat template makes texts and lists of more than {MAX_MADE} characters in all")
     return value
 
 
@@ -247,6 +259,20 @@ def _printable(value: Any) -> Any:
     """Check what `{{ ... }}` prints."""
     check_value(value)
     return value
+
+
+def _timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Check the time before a filter and the size of what it made: a template need not loop to work for long.
+
+    Nothing has a deadline while a template is compiled, so filters of constants are not run then.
+    """
+
+    @wraps(function)
+    def meter(*args: Any, **kwargs: Any) -> Any:
+        _tick(None)
+        return _bounded(function(*args, **kwargs))
+
+    return meter
 
 
 def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
