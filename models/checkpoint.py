@@ -19,6 +19,8 @@ INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 MAX_INDEX_BYTES = 256 << 20
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".ckpt")
 _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_EMBEDDING = "model.embed_tokens.weight"
+_FORMATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +98,25 @@ def open_checkpoint(folder: Path) -> Iterator[Checkpoint]:
     finally:
         for file in files:
             file.close()
+
+
+def stored_format(folder: Path) -> str | None:
+    """Return the number format of the embedding in the weight files of `folder`, None where it cannot be told.
+
+    What is wrong with the files is no matter here: it is told when they are read.
+    """
+    try:
+        shards = find_shards(folder)
+        placed = [file for name, file in (shards.weight_map or {}).items() if name.endswith(_EMBEDDING)]
+        for name in dict.fromkeys(placed or shards.files[:1]):
+            file = SafetensorsFile(folder / name)
+            file.close()
+            for tensor in file.tensors.values():
+                if tensor.name.endswith(_EMBEDDING) and tensor.dtype in _FORMATS:
+                    return _FORMATS[tensor.dtype]
+    except ConfigError:
+        pass
+    return None
 
 
 def _listed_tensors(file: SafetensorsFile, name: str, weight_map: dict[str, str] | None) -> dict[str, StoredTensor]:

@@ -20,6 +20,7 @@ from .quantization_json import parse_quantization
 from .rotary_json import parse_positions
 
 MAX_CONFIG_BYTES = 4 << 20
+DTYPE = "dtype|torch_dtype"
 MAX_VOCAB, MAX_TOKEN_ID, MAX_HEADS = 1 << 24, (1 << 31) - 1, 1 << 14
 MAX_EXPERTS, MAX_LAYER_EXPERTS = 4096, 1 << 17
 
@@ -31,6 +32,7 @@ _ONLY: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("mlp_bias", (False,), "puts biases into the FFN, which this version does not do; use a model without them"),
     ("use_sliding_window", (False,), "switches windows on, which this family does not have; set it to false"),
     ("attention_chunk_size", (), "cuts attention into chunks, which this family does not do; remove it"),
+    ("dual_chunk_attention_config", (), "cuts attention into chunks, which this family does not do; remove it"),
     ("attn_logit_softcapping", (), "caps scores, which this family does not do; remove it"),
     ("final_logit_softcapping", (), "caps logits, which this family does not do; remove it"),
     ("n_group", (1,), "routes by expert groups, which this family does not do; use a model with one group"),
@@ -209,7 +211,7 @@ def _refuse_other(fields: Fields, name: str, allowed: tuple[object, ...], why: s
 
 
 def _parse_dtype(fields: Fields) -> str:
-    value = fields.raw("dtype|torch_dtype")
+    value = fields.raw(DTYPE)
     if value is None:
         return "float32"
     try:

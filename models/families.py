@@ -6,10 +6,12 @@ Units: elements; see `family` for what an entry may say. Defaults are those of t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from .checkpoint import stored_format
 from .config import ConfigError, ModelConfig
-from .config_json import MAX_CONFIG_BYTES, parse_config, with_end_tokens
+from .config_json import DTYPE, MAX_CONFIG_BYTES, parse_config, with_end_tokens
 from .families_grouped import GROUPED_FAMILIES
 from .family import Family, MoEFamily
 from .family_rules import (
@@ -170,7 +172,12 @@ FAMILIES: dict[str, Family] = GROUPED_FAMILIES | {
             "moe_norm_min": 1e-12,
             "moe_num_shared_experts": 2,
         },
-        only={"compression_ratio": (1,), "moe_gate": ("topk", "topk_fused"), "moe_use_aux_free": (True,)},
+        only={
+            "compression_ratio": (1,),
+            "moe_gate": ("topk", "topk_fused"),
+            "moe_use_aux_free": (True,),
+            "use_rmsnorm": (True,),
+        },
         qkv_bias="use_bias",
         output_bias="use_bias",
         dense_bias="use_bias",
@@ -198,7 +205,9 @@ FAMILIES: dict[str, Family] = GROUPED_FAMILIES | {
             "routed_scaling_factor": (1, False),
             "use_cla": (False,),
             "use_mla": (False,),
-            "norm_type": ("rms",),
+            "norm_type": ("rms", "hf_rms"),
+            "use_rotary_pos_emb": (True,),
+            "position_embedding_xdrope": (False,),
         },
         qkv_bias="attention_bias",
         output_bias="attention_bias",
@@ -296,6 +305,8 @@ def load_config(path: Path) -> ModelConfig:
     text = text_fields(whole, name)
     fields = Fields(content=text.content, where=text.where, defaults=dict(FAMILIES[name].defaults))
     config = with_end_tokens(parse_config(fields, name, FAMILIES[name]), path, fields)
+    if fields.raw(DTYPE) is None:  # gpt-oss is published so
+        config = replace(config, dtype=stored_format(path) or config.dtype)
     if (beyond := max(config.eos_token_ids, default=0)) >= config.vocab_size:
         raise ConfigError(
             f"eos_token_id = {beyond} is not below vocab_size = {config.vocab_size}, so no text would end; "

@@ -69,7 +69,9 @@ def four_multipliers(fields: Fields) -> Mapping[str, Any]:
 
 def query_temperature(fields: Fields) -> Mapping[str, Any]:
     """The growth of queries of layers without rotary, where attn_temperature_tuning is on."""
-    if not fields.flag("attn_temperature_tuning", default=True):
+    # The first released files hold the number 4 for true.
+    on = fields.raw("attn_temperature_tuning") == 4 or fields.flag("attn_temperature_tuning", default=True)
+    if not on:
         return {}
     temperature = QueryTemperature(
         scale=fields.number("attn_scale", 0, MAX_MULTIPLIER, default=0.1, closed=True),

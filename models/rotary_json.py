@@ -51,7 +51,7 @@ def parse_positions(fields: Fields, family: Family, width: int) -> Positions:
     """Return what `fields` say about positions; `width` elements of a head may rotate."""
     max_position = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
     section = _merged_section(fields)
-    kind = section.raw(_KIND) or "default"
+    kind = "default" if section.raw(_KIND) is None else section.raw(_KIND)
     if not isinstance(kind, str) or kind not in family.rope_kinds:
         known = ", ".join(family.rope_kinds)
         raise section.refuse(_KIND, kind, f"is a rotary embedding that this family does not have; it has: {known}")
@@ -117,6 +117,8 @@ def _refuse_unknown(section: Fields, kind: str, family: Family) -> None:
         known = known | _OWN_AMPLITUDES
     for name, value in section.content.items():
         if name not in known and value is not None:
+            if section.raw(_KIND) is None:
+                raise section.refuse(name, value, "stands without a rope_type that says its kind; add one or remove it")
             raise section.refuse(name, value, f"is not a field of the kind {kind}; remove it or use another model")
 
 

@@ -74,7 +74,7 @@ class ChatTemplate:
         """
         if self._template is None:
             raise TemplateError(self.problem or "chat template does not compile")
-        values: dict[str, Any] = {**self._variables, **kwargs, "tools": tools}
+        values: dict[str, Any] = {"documents": None, **self._variables, **kwargs, "tools": tools}
         values |= {"messages": [_plain(m) for m in messages], "add_generation_prompt": add_generation_prompt}
         try:
             with metered():

@@ -8,7 +8,7 @@ import pytest
 from moewe.models.config import ConfigError
 from moewe.models.families import FAMILIES, load_config
 from tests.support.configs import DELETE, edited_config, refusal, saved_config
-from tests.support.fixtures import FIXTURES, edit_config, edit_json
+from tests.support.fixtures import FIXTURES, checkpoint, copy_checkpoint, edit_config, edit_json
 
 
 def test_every_family_has_a_fixture():
@@ -33,6 +33,19 @@ def test_both_generations_of_spelling_mean_the_same():
     )
     assert load_config(old) == new
     assert load_config(edited_config("T-QW3", dtype="torch.bfloat16")).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("stored", ["bfloat16", "float32", None])
+def test_a_format_that_is_left_out_is_that_of_the_weights(stored, shards):
+    """gpt-oss is published so."""
+    folder = copy_checkpoint(checkpoint("T-MIX", dtype=stored or "bfloat16", shards=shards))
+    edit_config(folder, remove=["dtype", "torch_dtype"])
+    if stored is None:
+        for file in folder.glob("*.safetensors"):
+            file.write_bytes(b"damaged")
+    assert load_config(folder).dtype == (stored or "float32")
+    assert load_config(edit_config(folder, dtype="float16")).dtype == "float16"
 
 
 def test_null_means_absent():
@@ -144,6 +157,7 @@ REFUSED = {
     "compressed": ("T-MIX", {"compression_config": {"a": 1}}, "quantised"),
     "expert groups": ("T-QW3", {"n_group": 4, "topk_group": 2}, "n_group"),
     "chunks": ("T-MIX", {"attention_chunk_size": 128}, "attention_chunk_size"),
+    "two kinds of chunks": ("T-Q2D", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
     "capped scores": ("T-LLA", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     "capped logits": ("T-LLA", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     "clipping": ("T-OLM", {"clip_qkv": 8.0}, "clip_qkv"),

@@ -278,6 +278,7 @@ def test_llama4():
     assert config.moe_layers == (1, 3) and config.dense_width == 96
     plain = loaded("T-LL4", use_qk_norm=False, attn_temperature_tuning=False)
     assert plain.qk_norm is None and plain.query_temperature is None
+    assert load_config(edited_config("T-LL4", attn_temperature_tuning=4)) == config
 
 
 def test_llama4_with_a_vision_part():
@@ -340,7 +341,10 @@ REFUSED = {
     "multiplier": ("T-GRA", {"logits_scaling": 0}, "logits_scaling"),
     "multiplier as a string": ("T-GRA", {"residual_multiplier": "0.2"}, "residual_multiplier"),
     "no count of shared experts": ("T-DOT", {"n_shared_experts": None}, "n_shared_experts is missing"),
-    "tuning as a number": ("T-LL4", {"attn_temperature_tuning": 4}, "attn_temperature_tuning"),
+    "tuning as a number": ("T-LL4", {"attn_temperature_tuning": 2}, "attn_temperature_tuning"),
+    "LayerNorm of Ernie": ("T-ERN", {"use_rmsnorm": False}, "use_rmsnorm"),
+    "three axes of positions": ("T-HUN", {"position_embedding_xdrope": True}, "position_embedding_xdrope"),
+    "no positions": ("T-HUN", {"use_rotary_pos_emb": False}, "use_rotary_pos_emb"),
 }
 
 

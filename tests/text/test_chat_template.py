@@ -27,6 +27,7 @@ def test_renders_as_transformers_does() -> None:
     assert render(CHATML) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert render(CHATML, add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|>\n"
     assert render("{{ bos_token }}{{ style }}", style="dry") == "<s>dry"
+    assert render("{{ tools is none }}{{ documents is none }}") == "TrueTrue"
     assert (
         render("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}")
         == "1"
