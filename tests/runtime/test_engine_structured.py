@@ -79,7 +79,8 @@ class MaskedGroup:
         done = batch.commit(rows, tokens, np.ones(batch.num_slots, np.bool_))
         return RankResult(
             step=0, slots=pack(rows.sample_slots), sequence_ids=pack(batch.sequence_ids[rows.sample_slots], "<i8"),
-            tokens=pack(tokens), flags=pack(done.flags, "u1"), num_rows=rows.num_rows,
+            tokens=pack(tokens[done.counts > 0]), counts=pack(done.counts), flags=pack(done.flags, "u1"),
+            num_rows=rows.num_rows,
         )  # fmt: skip
 
     def collect(self, timeout=None):
@@ -152,6 +153,12 @@ def test_a_text_ends_with_its_grammar(engine: Engine) -> None:
 def test_a_limit_cuts_it_off(engine: Engine) -> None:
     engine.add(submit("a", "hello", max_tokens=3))
     assert run(engine) == {"a": ("hel", "length", None)}
+
+
+def test_a_request_for_no_tokens_gets_none(engine: Engine) -> None:
+    engine.add(submit("none", "hello", max_tokens=0))
+    engine.add(submit("one", "hello", max_tokens=1))
+    assert run(engine) == {"none": ("", "length", None), "one": ("h", "length", None)}
 
 
 def test_the_end_token_comes_where_the_grammar_lets_it(engine: Engine) -> None:
