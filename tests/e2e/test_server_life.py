@@ -78,7 +78,7 @@ def test_interrupt_ends_at_once() -> None:
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-def test_killed_rank_is_named_and_ends_the_server(busy: bool) -> None:
+def test_killed_rank_is_named_and_ends_the_server(busy: bool) -> None:  # busy: P-API-12
     with serving(topology="EP4DP1") as server:
         ranks = httpx.get(f"{server.url}/v1/topology").json()["replicas"][0]["ranks"]
         stream = iter(server.client().completions.create(**ASKED, max_tokens=4000)) if busy else iter(())

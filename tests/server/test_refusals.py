@@ -9,11 +9,13 @@ import httpx
 import pytest
 
 from moewe.runtime.config import EngineConfig, ScheduleOptions
+from moewe.text import Tokenizer
 from tests.support.asking import HI, error_of, fake, post
 from tests.support.fake_replicas import FakeReplicas, make_state, tokenizer, with_server
+from tests.support.small_tokenizers import byte_level
 
 
-# --- lengths ----------------------------------------------------------------------------------------------------------
+# --- lengths, P-API-08 ------------------------------------------------------------------------------------------------
 def ids(count: int) -> list[int]:
     return [5] * count
 
@@ -58,7 +60,7 @@ def test_pool_is_named_when_it_sets_the_limit() -> None:
     assert "10 KV blocks of 16 tokens" in error_of(response)["message"]
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- refusals, P-API-06, -07, -13, -15 --------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("body", "named"),
     [
@@ -136,6 +138,15 @@ def test_mistakes_in_chats_are_named(body: dict[str, Any], named: str) -> None:
     assert named in error_of(response)["message"]
 
 
+@pytest.mark.parametrize("prompt", ["", [""], [], [[]], ["a", ""], [[5], []]])
+def test_p_api_07_empty_prompts_without_a_first_token_are_refused(prompt: Any) -> None:
+    bare = Tokenizer(byte_level(), {"eos_token": "</s>"})
+    replicas = FakeReplicas(bare, lambda ids: [5] * 20)
+    response = post(make_state(replicas), "/v1/completions", {"model": "gull", "prompt": prompt})
+    assert response.status_code == 400 and error_of(response)["param"] == "prompt"
+    assert not replicas.submitted
+
+
 def test_fields_that_change_nothing_are_taken() -> None:
     body = HI | {
         "user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "n": 1, "presence_penalty": 0,
@@ -160,7 +171,7 @@ def test_wrong_content_type_is_named() -> None:
 
 
 @pytest.mark.parametrize("model", ["nope", None, "../../etc/passwd", "a\x00b"])
-def test_unknown_model_names_those_served(model: str | None) -> None:
+def test_p_api_14_unknown_model_names_those_served(model: str | None) -> None:
     response = post(
         make_state(fake()), "/v1/completions", {"prompt": "a"} | ({} if model is None else {"model": model})
     )

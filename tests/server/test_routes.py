@@ -79,7 +79,7 @@ def test_text_parts_and_template_kwargs_reach_the_template() -> None:
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
-def test_chat_stream_has_one_identity_a_role_and_one_end() -> None:
+def test_chat_stream_has_one_identity_a_role_and_one_end() -> None:  # P-API-11
     replicas = fake(ends=True)
     whole = post(make_state(replicas), "/v1/chat/completions", HI).json()["choices"][0]["message"]["content"]
     response = post(make_state(replicas), "/v1/chat/completions", HI | {"stream": True})
@@ -94,7 +94,7 @@ def test_chat_stream_has_one_identity_a_role_and_one_end() -> None:
     assert all("usage" not in chunk for chunk in chunks)
 
 
-def test_usage_chunk_comes_last_and_only_on_request() -> None:
+def test_usage_chunk_comes_last_and_only_on_request() -> None:  # P-API-09
     body = {
         "model": "gull",
         "prompt": ["a", "b"],
@@ -111,7 +111,7 @@ def test_usage_chunk_comes_last_and_only_on_request() -> None:
     assert response.status_code == 400 and error_of(response)["param"] == "stream_options"
 
 
-def test_stop_string_across_tokens_leaves_nothing_of_it_in_a_stream() -> None:
+def test_stop_string_across_tokens_leaves_nothing_of_it_in_a_stream() -> None:  # P-TOK-05
     tokens = tokenizer()
     ids = [
         token
@@ -146,7 +146,7 @@ def test_split_characters_come_whole() -> None:
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_failure_in_a_stream_is_an_event_and_no_end() -> None:
+def test_failure_in_a_stream_is_an_event_and_no_end() -> None:  # P-API-12
     replicas = fake("the sea and the sea", pause=0.01)
     state = make_state(replicas)
 
