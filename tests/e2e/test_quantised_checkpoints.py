@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moewe.quant import QuantTensor
 from tests.support.comparison import compare_with_reference
@@ -88,6 +89,14 @@ def test_packing_keeps_numbers_near():
     packed, exponents, numbers = mxfp4_blocks(weight)
     assert packed.shape == (50, 3, 16) and exponents.shape == (50, 3)
     assert (numbers - weight).abs().max() < weight.abs().max() / 4
+
+
+def test_packed_mxfp4_is_read_as_transformers_reads_it():
+    """So that the packing here and the reading of the runtime cannot share a mistake."""
+    weight = torch.randn(50, 96, generator=torch.Generator().manual_seed(1))
+    packed, exponents, numbers = mxfp4_blocks(weight)
+    theirs = convert_moe_packed_tensors(packed[None], exponents[None], dtype=torch.float32)
+    assert torch.equal(theirs[0].T, numbers)
 
 
 @pytest.mark.parametrize(
