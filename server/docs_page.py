@@ -90,7 +90,8 @@ def type_of(schema: Schema) -> str:
 
 def limits_of(schema: Schema) -> str:
     """Return what bounds a value, in words."""
-    return " ".join(words.format(schema[name]) for name, words in _LIMITS.items() if name in schema)
+    found = " ".join(words.format(schema[name]) for name, words in _LIMITS.items() if name in schema)
+    return found.replace(" at ", ", at ").replace(" 1 entries", " 1 entry").replace(" 1 characters", " 1 character")
 
 
 def _operation(path: str, method: str, operation: Schema, schemas: Schema) -> str:

@@ -90,8 +90,8 @@ def _shown_prompt(state: ServerState, part: Any, ids: list[int], params: Samplin
 
 async def chat_intake(state: ServerState, request: ChatRequest) -> Intake:
     """Return the conversation as token ids, with its sampling parameters."""
-    messages = [message.check(position) for position, message in enumerate(request.messages)]
     template = template_of(state)
+    messages = await in_thread(lambda: [turn.check(position) for position, turn in enumerate(request.messages)])
     options = template_options(template, request.chat_template_kwargs, request.reasoning_effort)
     plan = tool_plan(state, request)
 

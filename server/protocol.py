@@ -38,6 +38,9 @@ SAMPLING_FIELDS = (
     "repetition_penalty", "logit_bias", "stop_token_ids", "bad_words", "ignore_eos", "include_stop_str_in_output",
     "skip_special_tokens", "prompt_logprobs",
 )  # fmt: skip
+# Beyond these a body is not looked at: it would hold up others.
+MOST_MESSAGES = 16_384
+MOST_CHOICES = 65_536
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
@@ -73,7 +76,9 @@ class GenerationRequest(Strict):
         minimum=0.01, maximum=100,
     )  # fmt: skip
     logit_bias: dict[str, float] | None = described(
-        "token id (as text) -> number from -100 to 100 added to its logit", maxProperties=MAX_LOGIT_BIAS
+        "token id (as text) -> number from -100 to 100 added to its logit",
+        most=MAX_LOGIT_BIAS,
+        maxProperties=MAX_LOGIT_BIAS,
     )
     seed: int | None = described(
         "fixes the random choices, whatever else runs; choice 0 of n has it, the others have seeds derived from it",
@@ -83,8 +88,12 @@ class GenerationRequest(Strict):
                               maximum=MAX_CHOICES)  # fmt: skip
     stop: str | list[str] | None = described("strings at whose first appearance the text ends, before them",
                                              minLength=1, maxItems=MAX_STOP_STRINGS)  # fmt: skip
-    stop_token_ids: list[int] | None = described("tokens that end the text as end tokens do", maxItems=MAX_STOP_TOKENS)
-    bad_words: list[str] | None = described("words that are not generated", maxItems=MAX_BAD_WORDS)
+    stop_token_ids: list[int] | None = described(
+        "tokens that end the text as end tokens do", most=MAX_STOP_TOKENS, maxItems=MAX_STOP_TOKENS
+    )
+    bad_words: list[str] | None = described(
+        "words that are not generated", most=MAX_BAD_WORDS, maxItems=MAX_BAD_WORDS, items={"pattern": r"\S"}
+    )
     ignore_eos: bool | None = described("go on past end tokens; default false")
     include_stop_str_in_output: bool | None = described("the text ends with what stopped it; default false")
     skip_special_tokens: bool | None = described("leave special tokens out of the text; default true")
@@ -111,7 +120,9 @@ class GenerationRequest(Strict):
     guided_json: Any = described("a JSON schema (as an object or text) that the text keeps to",
                                  types=["object", "string", "boolean", "null"])  # fmt: skip
     guided_regex: str | None = described("a regular expression that the whole text matches")
-    guided_choice: list[str] | None = described("the text is one of these", minItems=1)
+    guided_choice: list[str] | None = described(
+        "the text is one of these", most=MOST_CHOICES, minItems=1, maxItems=MOST_CHOICES, items={"minLength": 1}
+    )
     guided_grammar: str | None = described("a context-free grammar that the text keeps to")
 
     def check(self) -> None:
@@ -222,13 +233,13 @@ class CompletionRequest(GenerationRequest):
 class OpenTurn(Strict):
     """How a conversation ends: with the opening of the assistant's turn, or within one."""
 
-    messages: list[ChatMessage] = described("the turns", ..., minItems=1)
+    messages: list[ChatMessage] = described("the turns", ..., most=MOST_MESSAGES, minItems=1, maxItems=MOST_MESSAGES)
     add_generation_prompt: bool | None = described("open the assistant's turn; default true")
     continue_final_message: bool | None = described(
         "leave the last message open and go on with it; default false; not with `add_generation_prompt` true"
     )
     chat_template_kwargs: dict[str, Any] | None = described("further variables of the template, plain JSON")
-    tools: list[Any] | None = described("functions that the model may call", maxItems=MOST_TOOLS)
+    tools: list[Any] | None = described("functions that the model may call", most=MOST_TOOLS, maxItems=MOST_TOOLS)
 
     def check_turns(self) -> None:
         """Refuse to leave a turn open and to open one after it."""

@@ -28,17 +28,20 @@ class Body(Protocol):
         ...
 
 
-def described(text: str, default: Any = None, *, types: list[str] | None = None, **schema: Any) -> Any:
+def described(
+    text: str, default: Any = None, *, types: list[str] | None = None, most: int | None = None, **schema: Any
+) -> Any:
     """Return a field with what is said of it.
 
     Args:
         text: one sentence without a stop.
         default: of the field; `...` demands it.
         types: JSON types, where the annotation is Any.
+        most: entries that a list or an object may have; reading ends there, however many more come.
         schema: further JSON schema, such as `minimum`; it describes what is checked elsewhere.
     """
     extra = {**schema, **({"type": types} if types else {})}
-    return Field(default=default, description=text, json_schema_extra=extra or None)
+    return Field(default=default, description=text, max_length=most, json_schema_extra=extra or None)
 
 
 Parsed = TypeVar("Parsed", bound=BaseModel)

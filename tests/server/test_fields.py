@@ -83,6 +83,23 @@ def test_p_api_16_temperatures_that_are_none(value: bytes) -> None:
         assert post(make_state(fake()), path, data).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("messages", [{"role": "user", "content": ""}] * 400_000), ("tools", [{}] * 1_000_000),
+     ("bad_words", ["a"] * 1_000_000), ("logit_bias", {str(i): 0 for i in range(1_000_000)}),
+     ("guided_choice", ["a"] * 1_000_000)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_p_api_19_lists_without_end_are_not_looked_at(field: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def looked(*_: Any, **__: Any) -> None:
+        raise AssertionError("looked at")
+
+    for name in ("server.protocol.checked_tools", "server.protocol.asked_structure", "runtime.params._token_bias"):
+        monkeypatch.setattr(f"moewe.{name}", looked)
+    response = post(make_state(fake()), "/v1/chat/completions", HI | {field: value})
+    assert response.status_code == 400 and error_of(response)["param"] == field
+
+
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize(
     "data", [b'{"model":', b"", b"[]", b"1", b"null", b'"a"', b'{"a":' * 100_000, b"\xff\xfe{}", b"{'a': 1}"]
@@ -151,7 +168,7 @@ def edges() -> list[tuple[str, str, Any, Any]]:
                     found.append((path, field, schema[limit], schema[limit] + sign * step))
             if "exclusiveMinimum" in schema:
                 found.append((path, field, schema["exclusiveMinimum"] + step, schema["exclusiveMinimum"]))
-            if "maxItems" in schema and field != "tools":
+            if "maxItems" in schema and field not in ("tools", "messages", "guided_choice"):
                 entry = 5 if field == "stop_token_ids" else "ab"
                 found.append((path, field, [entry] * schema["maxItems"], [entry] * (schema["maxItems"] + 1)))
             if "minItems" in schema and field != "messages":
