@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..telemetry.logs import about_request
+from .errors import CLIENT_GONE
 from .state import ServerState
 
 log = logging.getLogger("moewe.access")
@@ -56,7 +57,7 @@ class Entry:
                 status = message["status"]
                 kept = [pair for pair in message.get("headers", []) if pair[0] != b"x-request-id"]
                 message = {**message, "headers": [*kept, (b"x-request-id", request_id.encode())]}
-                if status >= 400 and scope["path"] in GENERATING_PATHS:
+                if status >= 400 and status != CLIENT_GONE and scope["path"] in GENERATING_PATHS:
                     self._state.metrics.error(status)
             await send(message)
 

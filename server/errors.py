@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 RETRY_AFTER_S = 5
+# The status of an answer that nobody reads, as the client hung up. It is no error answer.
+CLIENT_GONE = 499
 
 
 class ApiError(Exception):

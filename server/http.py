@@ -23,7 +23,7 @@ from .completion_answer import CompletionAnswer
 from .cors import with_origins
 from .docs_page import add_docs
 from .entry import Entry
-from .errors import ApiError, invalid, server_error
+from .errors import CLIENT_GONE, ApiError, invalid, server_error
 from .guard import Guard
 from .hub import Call
 from .intake import Intake, chat_intake, completion_intake
@@ -37,7 +37,6 @@ from .token_routes import add_token_routes
 from .topology_view import topology_drawing, topology_map
 
 log = logging.getLogger(__name__)
-_GONE = 499  # nobody reads it
 
 
 def build_app(state: ServerState) -> ASGIApp:
@@ -83,7 +82,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ClientGone)
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, __: Exception) -> Response:
-        return Response(status_code=_GONE)
+        return Response(status_code=CLIENT_GONE)
 
 
 def _add_status_routes(app: FastAPI, state: ServerState) -> None:

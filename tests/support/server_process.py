@@ -74,9 +74,13 @@ class ServerProcess:
     def status(self, path: str) -> int:
         """Return the status of a GET, 0 when nobody answers."""
         try:
-            return httpx.get(self.url + path, timeout=5).status_code
+            return self.get(path).status_code
         except httpx.HTTPError:
             return 0
+
+    def get(self, path: str) -> httpx.Response:
+        """Ask the server itself for something; what needs a key or TLS overrides it."""
+        return httpx.get(self.url + path, timeout=20)
 
     def client(self, **options: object) -> openai.OpenAI:
         """Return an OpenAI client that does not try again by itself."""
@@ -93,7 +97,7 @@ class ServerProcess:
     def counters(self) -> dict[str, float]:
         """Return the metrics, summed over all labels but `reason`, which stands after the name: `name|reason`."""
         values: dict[str, float] = {}
-        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=20).text):
+        for family in text_string_to_metric_families(self.get("/metrics").text):
             for sample in family.samples:
                 name = sample.name + ("|" + sample.labels["reason"] if "reason" in sample.labels else "")
                 values[name] = values.get(name, 0.0) + sample.value
