@@ -220,6 +220,7 @@ CHECKED: dict[str, Checked] = {
         models="MiniMax-M2",
         fixtures=("T-MM2",),
         has=(SIGMOID, SELECTION, QK_NORM),
+        more=("fp8",),
     ),
     "llama4_text": Checked(
         architecture="Llama4ForCausalLM",

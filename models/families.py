@@ -231,6 +231,7 @@ FAMILIES: dict[str, Family] = GROUPED_FAMILIES | {
         },
         qk_norm="full",
         partial_rotary=True,
+        quantization=("fp8",),
     ),
     "llama4_text": Family(
         architecture="Llama4ForCausalLM",

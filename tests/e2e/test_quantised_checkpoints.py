@@ -6,7 +6,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moewe.quant import QuantTensor
 from tests.support.comparison import compare_with_reference
-from tests.support.fixtures import checkpoint, random_prompt, read_tensors, reference_logits
+from tests.support.fixtures import checkpoint, edit_config, random_prompt, read_tensors, reference_logits
 from tests.support.harness import Group, generate, greedy
 from tests.support.numerics import LOGITS_AGAINST_REFERENCE
 from tests.support.quantised import fp8_blocks, fp8_checkpoint, mxfp4_blocks, mxfp4_checkpoint
@@ -57,6 +57,14 @@ def test_fp8_blocks_of_128_with_a_last_block_cut_short():
     scales = read_tensors(quantised)["model.layers.0.mlp.up_proj.weight_scale_inv"]
     assert scales.shape == (8, 2) and len(scales.unique()) == 16
     check(quantised, plain, "EP2DP1")
+
+
+def test_fp8_of_minimax_as_it_is_published():
+    """Only in fp8; heads of q, k and v in three matrices, the gate and its bias plain."""
+    quantised, plain = fp8_checkpoint("T-MM2", (48, 40))
+    section = {"quant_method": "fp8", "weight_block_size": [48, 40], "fmt": "float8_e4m3fn"}
+    section["modules_to_not_convert"] = ["gate", "e_score_correction_bias", "lm_head"]
+    check(edit_config(quantised, quantization_config=section), plain, "EP2DP1")
 
 
 def test_fp8_weights_are_held_as_they_are_stored():

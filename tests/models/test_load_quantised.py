@@ -1,11 +1,9 @@
 """Quantised checkpoints load as they are: every byte where it belongs, on every rank, and nothing read twice."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from moewe.models.config import ConfigError, QuantizationConfig
+from moewe.models.config import ConfigError
 from moewe.models.families import load_config
 from moewe.models.loading import LoadOptions, check_weights, load_weights
 from moewe.moe.wide_ep.placement import linear_placement
@@ -93,9 +91,7 @@ def test_fp8_weights_load_as_they_are(ranks):
 
 def test_fp8_heads_are_fused_each_with_blocks_of_its_own():
     path, numbers = fp8_checkpoint("T-MM2", BLOCK)
-    config = load_config(edit_config(path, remove=["quantization_config"]))
-    config = replace(config, quantization=QuantizationConfig(method="fp8", block_size=BLOCK))
-    report = load_weights(path, config, LoadOptions(dtype=torch.float32))
+    report = load(path)
     assert report.weights.layers[0].qkv.sections == (128, 64, 64)
     assert_same_as_reference(plain(report.weights), numbers)
 
