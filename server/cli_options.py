@@ -161,6 +161,12 @@ SAMPLING_FLAGS = (
         "top-p", "float", "Keep the smallest set of tokens that reaches this probability.", default="the model's, or 1"
     ),
     _sample("top-k", "int", "Keep this many most likely tokens; 0 keeps all.", default="the model's, or 0"),
+    _sample("min-p", "float", "Keep tokens this likely compared with the likeliest.", default="the model's, or 0"),
+    _sample("presence-penalty", "float", "Off the logits of tokens that were written.", default="0"),
+    _sample("frequency-penalty", "float", "The same, for each time they were.", default="0"),
+    _sample(
+        "repetition-penalty", "float", "Divides the logits of tokens in prompt and output.", default="the model's, or 1"
+    ),
     _sample("stop", "list", "End at this text; may be repeated."),
     _sample("ignore-eos", "switch", "Go on past the end token."),
 )

@@ -81,7 +81,7 @@ def test_help_groups_flags_in_panels(capfd: pytest.CaptureFixture[str]) -> None:
         (["serve", "m", "--host", "not a host", "--port", "0"], "--host 'not a host'"),
         (["serve", "m", "--chat-template", "nowhere.jinja"], "--chat-template='nowhere.jinja' cannot be read"),
         (["serve", "m", "--shutdown-timeout", "-1"], "--shutdown-timeout=-1.0"),
-        (["generate", "m", "text", "--max-tokens", "0"], "--max-tokens=0"),
+        (["generate", "m", "text", "--max-tokens", "-1"], "--max-tokens=-1"),
         (["serve", "m", "--max-tokenz", "1"], "there is no flag --max-tokenz; did you mean --max-tokens?"),
         (["serve", "m", "--chat-template", "{% for %}"], "is not allowed; chat template does not compile"),
         (["chat", "m", "--chat-template", "/"], "--chat-template='/' cannot be read: Is a directory"),

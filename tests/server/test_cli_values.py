@@ -60,7 +60,10 @@ def test_every_flag_fills_a_field_of_its_owner() -> None:
     # What no flag sets must be on this list, so that a new field cannot be forgotten.
     assert fields[ENGINE] - {flag.target for flag in flags_of(ENGINE)} == {"path", "num_blocks"}
     assert fields[HTTP] == {flag.target for flag in flags_of(HTTP)}
-    assert fields[SAMPLE] - {flag.target for flag in flags_of(SAMPLE)} == {"seed", "logprobs", "skip_special_tokens"}
+    assert fields[SAMPLE] - {flag.target for flag in flags_of(SAMPLE)} == {
+        "bad_word_tokens", "bad_words", "include_stop_str_in_output", "logit_bias", "logprobs", "min_tokens", "n",
+        "prompt_logprobs", "seed", "skip_special_tokens", "stop_token_ids", "structured",
+    }  # fmt: skip
 
 
 def test_printed_defaults_are_the_real_ones() -> None:
