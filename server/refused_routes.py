@@ -45,7 +45,7 @@ CODE = "unsupported_endpoint"
 def add_refused_routes(app: FastAPI) -> None:
     """Add the routes; each is a 404 with the reason, whatever the method."""
     for path in REFUSED:
-        app.add_api_route(path, _refuse, methods=["GET", "POST"], include_in_schema=False)
+        app.router.add_route(path, _refuse, methods=["GET", "POST"], include_in_schema=False)
 
 
 async def _refuse(request: Request) -> Response:

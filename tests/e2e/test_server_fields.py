@@ -74,6 +74,19 @@ def test_prompt_logprobs_hold_the_likeliest_and_the_own_token(server: ServerProc
             assert entry["rank"] == 1 + int((logits[place] > logits[place, int(key)]).sum())
 
 
+def test_streamed_echo_adds_up_to_the_whole(server: ServerProcess) -> None:
+    asked = GREEDY | {"prompt": [PROMPT, [8]], "max_tokens": 3, "echo": True, "logprobs": 1, "n": 2}
+    whole = server.client().completions.create(**asked)
+    texts, values = [""] * 4, [[] for _ in range(4)]  # type: ignore[var-annotated]
+    for chunk in server.client().completions.create(**asked, stream=True):
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.text
+        values[choice.index] += choice.logprobs.token_logprobs if choice.logprobs else []
+    assert texts == [choice.text for choice in whole.choices]
+    for own, choice in zip(values, whole.choices, strict=True):
+        assert own[0] is None and own[1:] == pytest.approx(choice.logprobs.token_logprobs[1:], abs=1e-4)
+
+
 # --- sampling ---------------------------------------------------------------------------------------------------------
 def test_choices_have_seeds_of_their_own_and_come_again(server: ServerProcess) -> None:
     asked = {"temperature": 1.0, "seed": 11, "max_tokens": 12}
