@@ -164,7 +164,7 @@ def test_chat_with_choices_streams_what_it_answers(server: ServerProcess) -> Non
 
 
 def test_tokens_of_a_chat_are_its_prompt(server: ServerProcess) -> None:
-    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "wel"}]
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "we"}]
     more = {"continue_final_message": True}
     tokens = httpx.post(f"{server.url}/tokenize", json={"messages": turns, **more}).json()
     answer = server.client().chat.completions.create(
@@ -172,7 +172,7 @@ def test_tokens_of_a_chat_are_its_prompt(server: ServerProcess) -> None:
     )
     assert answer.prompt_token_ids == tokens["tokens"] and answer.usage.prompt_tokens == tokens["count"]
     text = httpx.post(f"{server.url}/detokenize", json={"tokens": tokens["tokens"]}).json()["prompt"]
-    assert text == "user: hi\nassistant: wel"
+    assert text == "user: hi\nassistant: we"
 
 
 def test_routes_that_are_not_there_say_what_to_use(server: ServerProcess) -> None:

@@ -11,7 +11,7 @@ from moewe.server.token_bodies import MOST_CHARACTERS, MOST_TOKENS
 from tests.support.asking import HI, error_of, fake, get, post
 from tests.support.fake_replicas import FakeReplicas, make_state, tokenizer
 
-TEXT = "caf\u00e9 \U0001f600 </s>"
+TEXT = "se\u00e9 \U0001f600 </s>"
 
 
 def test_a_text_goes_there_and_back() -> None:
