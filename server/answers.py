@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from ..runtime.messages import Delta, LogprobEntry
 from ..text import Tokenizer
 from .answer_logprobs import Offsets, Positions, Shown, prompt_table
 from .hub import Call
+
+_ENCODE = msgspec.json.Encoder().encode
+# Stands for the text in a chunk that is encoded once and then filled in; no JSON of a chunk contains it otherwise.
+_MARK = "\ue000moewe\ue001"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +79,26 @@ class Choice:
     opened: bool = False
 
 
+def event(content: Any) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + _ENCODE(content) + b"\n\n"
+
+
+class Piece:
+    """The event of a chunk that differs from others only in its text: encoded once, filled in for each token.
+
+    Args:
+        make: makes the chunk with a text.
+    """
+
+    def __init__(self, make: Callable[[str], dict[str, Any]]) -> None:
+        self._before, self._after = event(make(_MARK)).split(_ENCODE(_MARK))
+
+    def with_text(self, text: str) -> bytes:
+        """Return the event with `text`."""
+        return self._before + _ENCODE(text) + self._after
+
+
 class Answer(ABC):
     """The shape of one answer; `CompletionAnswer` and `ChatAnswer` fill it in.
 
@@ -93,6 +119,7 @@ class Answer(ABC):
         )
         self._head = {"id": f"{self.prefix}-{call.call_id}", "created": int(time.time()), "model": shape.model}
         self.choices = [Choice(self.shown.offsets()) for _ in call.num_tokens]
+        self._pieces: dict[int, Piece] = {}
 
     def body(self) -> dict[str, Any]:
         """Return the whole answer, once all choices ended."""
@@ -117,13 +144,34 @@ class Answer(ABC):
     def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         """Return the chunks that tell what a delta brought; none when there is nothing to show yet."""
 
+    def events(self, index: int, delta: Delta) -> bytes:
+        """Return `chunks` as events."""
+        return b"".join(map(event, self.chunks(index, delta)))
+
     def closing(self) -> list[dict[str, Any]]:
         """Return the chunk of totals, when asked."""
         return [{**self._chunk([]), "usage": self._usage()}] if self.shape.include_usage else []
 
     @abstractmethod
+    def text_chunk(self, index: int, text: str) -> dict[str, Any]:
+        """Return a chunk that brings a choice text and nothing else."""
+
+    @abstractmethod
     def whole(self, index: int, choice: Choice) -> dict[str, Any]:
         """Return one finished choice."""
+
+    @property
+    def _only_text(self) -> bool:
+        """True when chunks within an answer differ in their text alone, so that they need not be encoded each."""
+        shape = self.shape
+        return shape.top is None and not shape.token_ids and not (shape.include_usage and shape.continuous_usage)
+
+    def _with_text(self, index: int, text: str) -> bytes:
+        """Return the event of a choice's chunk with nothing but text; only where `_only_text`."""
+        piece = self._pieces.get(index)
+        if piece is None:
+            piece = self._pieces[index] = Piece(lambda mark: self.text_chunk(index, mark))
+        return piece.with_text(text)
 
     def prompt_of(self, index: int) -> Sequence[int]:
         """Return the prompt of a choice."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..runtime.messages import Delta
-from .answers import Answer, Choice
+from .answers import Answer, Choice, event
 from .chat_parts import ChatParts, Reading
 
 
@@ -56,6 +56,22 @@ class ChatAnswer(Answer):
         if delta.finish_reason is not None:
             chunks.append(self._choice_chunk(index, {}, parts.finish_reason(delta.finish_reason)))
         return chunks
+
+    def events(self, index: int, delta: Delta) -> bytes:
+        """Return `chunks` as events."""
+        if delta.finish_reason is not None or not self._only_text:
+            return super().events(index, delta)
+        parts = self._parts[index].take(delta)
+        return b"".join(
+            self._with_text(index, part["content"])
+            if "content" in part
+            else event(self._choice_chunk(index, part, None))
+            for part in parts
+        )
+
+    def text_chunk(self, index: int, text: str) -> dict[str, Any]:
+        """Return a chunk that brings a choice text and nothing else."""
+        return self._choice_chunk(index, {"content": text}, None)
 
     def whole(self, index: int, choice: Choice) -> dict[str, Any]:
         """Return one finished choice."""

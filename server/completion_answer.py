@@ -49,6 +49,16 @@ class CompletionAnswer(Answer):
         chunks = [self._echo(prompt * self.shape.n + choice) for choice in range(self.shape.n)]
         return chunks + [chunk for waiting in self._waiting.pop(prompt) for chunk in self._new(*waiting)]
 
+    def events(self, index: int, delta: Delta) -> bytes:
+        """Return `chunks` as events."""
+        if delta.finish_reason is not None or self._waits or not self._only_text:
+            return super().events(index, delta)
+        return self._with_text(index, delta.text) if delta.text else b""
+
+    def text_chunk(self, index: int, text: str) -> dict[str, Any]:
+        """Return a chunk that brings a choice text and nothing else."""
+        return self._chunk([self._body(index, text, None, Delta(request_id=""))])
+
     def whole(self, index: int, choice: Choice) -> dict[str, Any]:
         """Return one finished choice."""
         echo, positions, first = "", choice.entries, None

@@ -51,7 +51,7 @@ class Call:
         self._times = times
         self._open = dict.fromkeys(range(len(times)))
         self._arrived: list[tuple[int, Delta]] = []
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
     def request_id(self, index: int) -> str:
         """Return the id under which prompt number `index` runs."""
@@ -65,8 +65,8 @@ class Call:
     async def next(self) -> list[tuple[int, Delta]]:
         """Wait for news; return all there are as (index of the prompt, delta). Empty when all prompts ended."""
         while not self._arrived and self._open:
-            await self._wake.wait()
-            self._wake.clear()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         arrived, self._arrived = self._arrived, []
         return arrived
 
@@ -79,7 +79,8 @@ class Call:
         if delta.finish_reason is not None:
             del self._open[index]
         self._arrived.append((index, delta))
-        self._wake.set()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def close(self) -> None:
         """Forget the call; prompts that still run are aborted."""

@@ -11,17 +11,15 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..runtime import messages
 from ..runtime.messages import Delta
-from .answers import Answer
+from .answers import Answer, event
 from .errors import ApiError, invalid, queue_full, server_error, unavailable
 
 _Result = TypeVar("_Result")
-_ENCODER = msgspec.json.Encoder()
 
 
 class ClientGone(Exception):
@@ -79,11 +77,6 @@ def failed(delta: Delta) -> ApiError | None:
     return server_error(message, "engine_error")
 
 
-def event(content: Any) -> bytes:
-    """Return one server-sent event."""
-    return b"data: " + _ENCODER.encode(content) + b"\n\n"
-
-
 class EventStream(Response):
     """A streamed answer. It owns the call and closes it.
 
@@ -122,7 +115,7 @@ class EventStream(Response):
                 if failure is not None:
                     yield data + event(failure.body())
                     return
-                data += b"".join(map(event, self._answer.chunks(index, delta)))
+                data += self._answer.events(index, delta)
             yield data
         yield b"".join(map(event, self._answer.closing())) + b"data: [DONE]\n\n"
 
