@@ -34,7 +34,7 @@ from .layer_rules import (
     sparse_step,
     windows,
 )
-from .model_type import find_family, text_fields
+from .model_type import WITHOUT_EFFECT, find_family, text_fields
 
 _WINDOW = ("use_sliding_window",)
 _GPT_OSS_ROPE = {
@@ -299,6 +299,17 @@ def load_config(path: Path) -> ModelConfig:
         ConfigError: config.json or generation_config.json is missing, malformed, out of range, or of a model that this
             version does not run; one line with field, value and fix.
     """
+    return _load(path)[0]
+
+
+def unread_fields(path: Path) -> tuple[str, ...]:
+    """Return the fields of config.json that nothing asked for and that are not known to change no output, sorted."""
+    fields = _load(path)[1]
+    given = {name for name, value in fields.content.items() if value not in (None, False, [], {})}
+    return tuple(sorted(given - fields.read - WITHOUT_EFFECT))
+
+
+def _load(path: Path) -> tuple[ModelConfig, Fields]:
     if not (path / "config.json").exists():
         raise ConfigError(f"{show_path(path)} holds no config.json; give a model folder as transformers saves it")
     whole = Fields(content=read_object(path / "config.json", MAX_CONFIG_BYTES), where="config.json", defaults={})
@@ -313,4 +324,4 @@ def load_config(path: Path) -> ModelConfig:
             f"eos_token_id = {beyond} is not below vocab_size = {config.vocab_size}, so no text would end; "
             "correct it in config.json or generation_config.json"
         )
-    return config
+    return config, fields

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,15 +78,18 @@ class Fields:
         content: the object.
         where: its file and place, for messages.
         defaults: values of fields that may be absent (by first spelling).
+        read: names that somebody asked for.
     """
 
     content: dict[str, Any]
     where: str
     defaults: dict[str, Any]
+    read: set[str] = field(default_factory=set, compare=False)
 
     def raw(self, name: str) -> Any:
         """Return the value of a field, or its default, or None when it is absent or null."""
         spellings = name.split("|")
+        self.read.update(spellings)
         given = [s for s in spellings if self.content.get(s) is not None]
         if not given:
             return self.defaults.get(spellings[0])
@@ -98,6 +101,7 @@ class Fields:
 
     def stated(self, name: str) -> Any:
         """Return the value of a field, None when it is null, or its default when it is absent."""
+        self.read.add(name)
         return self.content[name] if name in self.content else self.defaults.get(name)
 
     def integer(self, name: str, low: int, high: int, default: int = _MISSING) -> int:

@@ -23,6 +23,16 @@ _WRAPPED = "llama4_text"
 _OTHER_CLASSES = {"Llama4ForConditionalGeneration": _WRAPPED, "PhiMoEForCausalLM": "phimoe"}
 # What a config around a text_config says for both.
 _OUTER = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config", "compression_config")
+# Fields of training, of the library that wrote the file, or said again elsewhere in it: they change no output here.
+WITHOUT_EFFECT = frozenset({
+    "_attn_implementation", "_name_or_path", "architectures", "attention_dropout", "attn_dropout", "attn_pdrop",
+    "auto_map", "aux_loss_alpha", "cls_token_id", "embd_dropout", "embd_pdrop", "eod_token_id", "ep_size", "head_dim",
+    "hidden_dropout", "hidden_dropout_prob", "initializer_range", "input_jitter_noise", "intermediate_size",
+    "interleave_moe_layer_step", "mask_token_id", "max_window_layers", "mode", "model_type", "no_rope_layer_interval",
+    "num_nextn_predict_layers", "output_router_logits", "pad_token_id", "pretraining_tp", "qk_head_dim", "resid_pdrop",
+    "router_aux_loss_coef", "router_jitter_noise", "sep_token_id", "seq_aux", "sliding_window", "torch_dtype",
+    "transformers_version", "unk_token_id", "use_cache",
+})  # fmt: skip
 
 
 def find_family(fields: Fields, table: Mapping[str, Family]) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from ..models.config import ModelConfig
-from ..models.families import load_config
+from ..models.families import load_config, unread_fields
 from ..models.footprint import model_footprint
 from ..models.loading import check_weights
 from ..quant import NumberFormat, parse_format
@@ -97,6 +97,8 @@ def resolve(config: EngineConfig) -> Resolved:
     check_ranges(config)
     topology = parse_topology(config.parallel.topology)
     model = load_config(Path(config.model.path))
+    if unread := unread_fields(Path(config.model.path)):
+        log.info("config.json: fields that this version does not read: %s", ", ".join(map(ascii, unread[:20])))
     gpus = gpu_memory_bytes() if config.parallel.device == "cuda" else None
     check_runnable(
         topology,

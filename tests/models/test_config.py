@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from moewe.models.config import ConfigError
-from moewe.models.families import FAMILIES, load_config
+from moewe.models.families import FAMILIES, load_config, unread_fields
 from tests.support.configs import DELETE, edited_config, refusal, saved_config
 from tests.support.fixtures import FIXTURES, checkpoint, copy_checkpoint, edit_config, edit_json
 
@@ -207,6 +207,13 @@ def test_a_folder_without_config_is_refused(tmp_path):
     assert "config.json" in refusal(tmp_path)
 
 
-def test_unlisted_fields_do_not_matter():
-    extra = json.loads('{"auto_map": {"AutoModel": "x.y"}, "something_new": [1, 2]}')
-    assert load_config(edited_config("T-MIX", **extra)) == load_config(saved_config("T-MIX"))
+def test_unlisted_fields_change_nothing_but_are_told():
+    extra = json.loads('{"auto_map": {"AutoModel": "x.y"}, "something_new": [1, 2], "a_flag": false}')
+    folder = edited_config("T-MIX", **extra)
+    assert load_config(folder) == load_config(saved_config("T-MIX"))
+    assert unread_fields(folder) == ("something_new",)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_files_of_transformers_hold_no_field_worth_telling(name):
+    assert unread_fields(saved_config(name)) in ((), ("n_group", "topk_group"))
