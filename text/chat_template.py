@@ -7,6 +7,7 @@ Units: messages are dicts with `role` and `content`; output is characters.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ MAX_SOURCE = 1 << 20
 MOST_KWARGS, MAX_KWARGS_SIZE, MAX_KWARGS_DEPTH = 64, 1 << 16, 8
 # Names that a request has fields for, and names that steer transformers' function rather than a template.
 _OWN_FIELDS = ("messages", "tools", "add_generation_prompt")
+# Such a template tells turns of calls by their missing content; all others would print or join None.
+_ASKS_FOR_NONE = re.compile(r"content(?:'\]|\"\])?\s+is\s+(?:not\s+)?none\b", re.IGNORECASE)
 _NO_VARIABLES = ("chat_template", "tokenize", "continue_final_message", "return_assistant_tokens_mask")
 
 
@@ -42,6 +45,7 @@ class ChatTemplate:
         self.problem = problem
         self._variables = dict(variables or {})
         self._template: jinja2.Template | None = None
+        self._missing = None if _ASKS_FOR_NONE.search(source) else ""
         if problem is None and len(source) > MAX_SOURCE:
             self.problem = f"chat template does not compile: it has more than {MAX_SOURCE} characters"
         if self.problem is not None:
@@ -75,7 +79,10 @@ class ChatTemplate:
         if self._template is None:
             raise TemplateError(self.problem or "chat template does not compile")
         values: dict[str, Any] = {"documents": None, **self._variables, **kwargs, "tools": tools}
-        values |= {"messages": [_plain(m) for m in messages], "add_generation_prompt": add_generation_prompt}
+        values |= {
+            "messages": [_plain(m, self._missing) for m in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
             with metered():
                 return _joined(self._template.generate(values))
@@ -140,12 +147,12 @@ def _joined(pieces: Iterable[str]) -> str:
     return "".join(parts)
 
 
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Text parts become one text, a missing content an empty one, JSON arguments of calls a mapping.
+def _plain(message: Mapping[str, Any], missing: str | None) -> dict[str, Any]:
+    """Text parts become one text, a missing content becomes `missing`, JSON arguments of calls a mapping.
 
     So templates work whichever of them they were written for.
     """
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(part["text"] for part in content)
-    return with_readable_calls({**message, "content": "" if content is None else content})
+    return with_readable_calls({**message, "content": missing if content is None else content})

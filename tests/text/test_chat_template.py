@@ -53,6 +53,16 @@ def test_text_parts_and_missing_content_are_texts() -> None:
                   [{"role": "user", "content": parts}, {"role": "assistant", "content": None}]) == "a\nb|"  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "spelling", ["message['content'] is none", 'message["content"] is not none', "m.content is None"]
+)
+def test_missing_content_stays_missing_for_templates_that_ask(spelling: str) -> None:
+    name = "message" if "message" in spelling else "m"
+    source = f"{{% for {name} in messages %}}[{{{{ {spelling} }}}}]{{% endfor %}}"
+    found = render(source, [{"role": "assistant", "content": None}, {"role": "assistant", "content": "a"}])
+    assert found == ("[False][True]" if "not" in spelling else "[True][False]")
+
+
 def test_syntax_error_is_known_at_start_and_told_at_use() -> None:
     template = ChatTemplate("{{ messages[0].content ")
     assert template.problem is not None and "does not compile" in template.problem
