@@ -24,7 +24,7 @@ MOST_KWARGS, MAX_KWARGS_SIZE, MAX_KWARGS_DEPTH = 64, 1 << 16, 8
 # Names that a request has fields for, and names that steer transformers' function rather than a template.
 _OWN_FIELDS = ("messages", "tools", "add_generation_prompt")
 # Such a template tells turns of calls by their missing content; all others would print or join None.
-_ASKS_FOR_NONE = re.compile(r"content(?:'\]|\"\])?\s+is\s+(?:not\s+)?none\b", re.IGNORECASE)
+_ASKS_FOR_NONE = re.compile(r"content(?:'\]|\"\])?\s+is\s+(?:not\s+)?none\b")
 _NO_VARIABLES = ("chat_template", "tokenize", "continue_final_message", "return_assistant_tokens_mask")
 
 
@@ -79,10 +79,8 @@ class ChatTemplate:
         if self._template is None:
             raise TemplateError(self.problem or "chat template does not compile")
         values: dict[str, Any] = {"documents": None, **self._variables, **kwargs, "tools": tools}
-        values |= {
-            "messages": [_plain(m, self._missing) for m in messages],
-            "add_generation_prompt": add_generation_prompt,
-        }
+        values["messages"] = [_plain(message, self._missing) for message in messages]
+        values["add_generation_prompt"] = add_generation_prompt
         try:
             with metered():
                 return _joined(self._template.generate(values))
