@@ -1,0 +1,115 @@
+"""Ten minutes of 32 clients who ask for anything, give up, and are wrong: no error that nobody asked for, no growth.
+
+    pytest -m soak -n 0 -s tests/e2e/test_soak.py
+
+MOEWE_SOAK_SECONDS sets another length for each topology, MOEWE_SOAK_OUT a folder for the records.
+Units: seconds, bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.server_process import ServerProcess
+from tests.support.soak_requests import SoakClient
+from tests.support.tool_templates import TEMPLATES
+
+SECONDS = float(os.environ.get("MOEWE_SOAK_SECONDS", "600"))
+CLIENTS = 32
+# Of each process above its second fifth; the first warms everything up. A short run is still warming up then.
+MOST_GROWTH = 0.05 if SECONDS >= 300 else 0.15
+MOST_GROWTH_BYTES = 48 << 20
+
+pytestmark = [pytest.mark.soak, pytest.mark.spawn, pytest.mark.timeout(SECONDS + 900)]
+
+
+async def watch(processes: list[psutil.Process], until: float) -> list[dict[int, int]]:
+    """Return the resident bytes of each process, second by second."""
+    samples = []
+    while asyncio.get_running_loop().time() < until:
+        samples.append({process.pid: process.memory_info().rss for process in processes})
+        await asyncio.sleep(1.0)
+    return samples
+
+
+async def soak(server: ServerProcess) -> tuple[list[SoakClient], list[dict[int, int]]]:
+    """Run all clients; return them and the memory meanwhile."""
+    limits = httpx.Limits(max_connections=CLIENTS * 4)
+    async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=limits) as client:
+        clients = [SoakClient(number, client) for number in range(CLIENTS)]
+        processes = [psutil.Process(server.process.pid), *server.children]
+        await asyncio.gather(*(one.warm_up() for one in clients[:8]))
+        until = asyncio.get_running_loop().time() + SECONDS
+        *_, samples = await asyncio.gather(*(one.run(until) for one in clients), watch(processes, until))
+    return clients, samples
+
+
+def growth(samples: list[dict[int, int]]) -> dict[int, tuple[float, float]]:
+    """Return, for each process, the median of its second fifth and of its last one."""
+    fifth = max(1, len(samples) // 5)
+    early, late = samples[fifth : 2 * fifth], samples[-fifth:]
+    return {
+        pid: (statistics.median(s[pid] for s in early), statistics.median(s[pid] for s in late)) for pid in samples[0]
+    }
+
+
+@pytest.mark.parametrize("topology", ["EP2DP1", "EP2DP2"])
+def test_ten_minutes_of_everything(topology: str, tmp_path: Path) -> None:
+    template = tmp_path / "hermes.jinja"
+    template.write_text(TEMPLATES["hermes"])
+    flags = ("--kv-cache-memory-bytes", "64MiB", "--max-model-len", "512", "--max-num-seqs", "16")
+    with ServerProcess("demo", *flags, "--chat-template", str(template), topology=topology) as server:
+        process = psutil.Process(server.process.pid)
+        descriptors = process.num_fds()
+        clients, samples = asyncio.run(soak(server))
+        server.wait_idle(within=5.0)
+        counted, log, fds = server.counters(), server.log(), process.num_fds()
+    seen: Counter[str] = sum((client.seen for client in clients), Counter())
+    tokens: Counter[str] = sum((client.tokens for client in clients), Counter())
+    problems = [problem for client in clients for problem in client.problems]
+    memory = growth(samples)
+    record(topology, {"seen": seen, "tokens": tokens, "counted": figures(counted), "memory": memory})
+    assert not problems, (len(problems), problems[:10])
+    assert "Traceback" not in log and " ERROR " not in log, log[-4000:]
+    assert seen["stop"] > 0 < seen["length"] and seen["left"] > 0
+    check_counts(counted, seen, tokens)
+    assert fds <= descriptors + 8
+    for pid, (early, late) in memory.items():
+        assert late <= early + max(MOST_GROWTH * early, MOST_GROWTH_BYTES), (pid, memory)
+
+
+def check_counts(counted: dict[str, float], seen: Counter[str], tokens: Counter[str]) -> None:
+    """Compare the server's metrics with what its clients saw. Choices that were given up may have ended, or not come
+    in at all."""
+    ended = {reason: counted[f"moewe_requests_finished_total|{reason}"] for reason in ("stop", "length", "abort")}
+    assert counted["moewe_requests_finished_total|error"] == 0
+    assert ended["stop"] >= seen["stop"] and ended["length"] >= seen["length"]
+    assert ended["stop"] + ended["length"] + ended["abort"] <= seen["stop"] + seen["length"] + seen["left"]
+    assert ended["abort"] > 0
+    assert counted["moewe_request_errors_total"] == sum(n for name, n in seen.items() if name.startswith("error"))
+    for name, kind in (("moewe_generation_tokens_total", "completion"), ("moewe_prompt_tokens_total", "prompt")):
+        assert counted[name] >= tokens[kind], name
+    assert counted["moewe_generation_tokens_total"] <= tokens["completion"] + tokens["left"]
+    assert counted["moewe_unowned_expert_ids_total"] == 0
+
+
+def figures(counted: dict[str, float]) -> dict[str, float]:
+    names = ("requests_finished", "request_errors", "tokens_total", "preemptions", "steps_total")
+    return {key: value for key, value in counted.items() if any(name in key for name in names)}
+
+
+def record(topology: str, found: dict[str, Any]) -> None:
+    text = json.dumps({"topology": topology, "seconds": SECONDS, "clients": CLIENTS, **found}, indent=2)
+    print(text)
+    if folder := os.environ.get("MOEWE_SOAK_OUT"):
+        Path(folder, f"soak-{topology}.json").write_text(text + "\n")
