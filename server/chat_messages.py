@@ -35,8 +35,8 @@ class ChatMessage(Strict):
         check_inner(extra, type(self).model_fields, where)
         content = self.content
         if content is None and self.role == "assistant":
-            content = ""  # so clients send back a turn that held no text
-        if isinstance(content, list):
+            content = None if self.tool_calls else ""  # so clients send back a turn that held no text
+        elif isinstance(content, list):
             content = [_text_part(part, f"{where}content.{i}") for i, part in enumerate(content)]
         elif not isinstance(content, str):
             got = "nothing" if content is None else type(content).__name__

@@ -82,7 +82,7 @@ def render(
     add_prompt = request.add_generation_prompt is not False and not keep_open
     mark = f"open{secrets.token_hex(8)}"
     if keep_open:
-        turns[-1]["content"] = _marked(turns[-1]["content"], mark)
+        turns[-1]["content"] = _marked(turns[-1]["content"] or "", mark)
     try:
         text = template.render(turns, add_generation_prompt=add_prompt, tools=list(tools) or None, **options)
     except TemplateError as error:
