@@ -103,21 +103,20 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await self._send(send, b"".join(map(event, self._answer.opening())))
-        async for data in self._events():
-            await self._send(send, data)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.body", "body": await self._deltas(send), "more_body": False})
 
-    async def _events(self) -> Any:
-        while arrived := await self._answer.call.next():
+    async def _deltas(self, send: Send) -> bytes:
+        """Send what deltas bring until there are no more; return what ends the stream."""
+        answer = self._answer
+        while arrived := await answer.call.next():
             data = b""
             for index, delta in arrived:
                 failure = failed(delta)
                 if failure is not None:
-                    yield data + event(failure.body())
-                    return
-                data += self._answer.events(index, delta)
-            yield data
-        yield b"".join(map(event, self._answer.closing())) + b"data: [DONE]\n\n"
+                    return data + event(failure.body())
+                data += answer.events(index, delta)
+            await self._send(send, data)
+        return b"".join(map(event, answer.closing())) + b"data: [DONE]\n\n"
 
     async def _send(self, send: Send, data: bytes) -> None:
         if data:

@@ -38,7 +38,7 @@ WRONG: list[tuple[str, Any, int]] = [
     (COMPLETIONS, {"prompt": "x", "suffix": "y"}, 400),
     (COMPLETIONS, {"prompt": "x", "model": "nobody"}, 404),
     (COMPLETIONS, {"prompt": "x", "guided_regex": "(["}, 400),
-    (COMPLETIONS, {"prompt": "x", "temprature": 1}, 400),
+    (COMPLETIONS, {"prompt": "x", "heat": 1}, 400),
     (CHAT, {"messages": []}, 400),
     (CHAT, {"messages": [{"role": "gull", "content": "x"}]}, 400),
     (CHAT, {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3}, 400),
