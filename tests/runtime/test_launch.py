@@ -88,6 +88,7 @@ def idle_plan(step, num_ranks):
 
 @pytest.mark.parametrize("ranks", ["threads", pytest.param("processes", marks=pytest.mark.spawn)])
 def test_group_answers_in_order_and_ends(ranks, fake_processes):
+    gc.collect()  # what earlier tests left would go in between
     before = len(os.listdir("/proc/self/fd"))
     group = start_group(engine_start(ranks=ranks))
     pids = [member.pid for member in group.workers.members]
