@@ -70,7 +70,7 @@ class Decoder:
         rank: this rank in the group.
         exchange: joins the ranks.
         counters: where bytes and tokens are counted.
-        progress: ticked after every layer; None in tests.
+        progress: ticked after every layer and every matrix of logits; None in tests.
     """
 
     def __init__(
@@ -163,6 +163,8 @@ class Decoder:
             logits = logits * config.logits_multiplier
         if config.logits_cap:
             logits = (logits / config.logits_cap).tanh_().mul_(config.logits_cap)
+        if self._progress is not None:
+            self._progress.tick()  # many rows of prompts are judged piece by piece, which can take longer than a layer
         return logits
 
     def _positions(self, batch: ForwardBatch) -> RowPositions:
