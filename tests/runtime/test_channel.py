@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import select
 import socket
@@ -204,6 +205,7 @@ def test_every_message_type_has_a_distinct_tag():
 
 
 def test_channel_leaves_no_descriptor():
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         a, b = channel_pair(FromEngine, ToEngine)
