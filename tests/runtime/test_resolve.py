@@ -179,8 +179,8 @@ def test_kv_blocks_order_of_precedence():
 
 def engine_start(**changes):
     options = ModelOptions(model="m", path="m", max_model_len=100)
-    fields = {"config": EngineConfig(model=options), "replica": 0, "num_layers": 10, "vocab_size": 50, "eos_token_ids": (),
-              "kv_groups": (KVGroup(name="full", kind="full", bytes_per_token=1),)}  # fmt: skip
+    fields = {"config": EngineConfig(model=options), "replica": 0, "num_layers": 10, "vocab_size": 50,
+              "eos_token_ids": (), "kv_groups": (KVGroup(name="full", kind="full", bytes_per_token=1),)}  # fmt: skip
     return EngineStart(**fields | changes)
 
 
