@@ -71,7 +71,7 @@ def test_every_answer_carries_the_id_it_was_asked_with() -> None:
     assert statuses == [200, 200, 401, 200, 404, 405, 200, 200, 400, 404, 200]
 
 
-@pytest.mark.parametrize("given", [None, b"", b"   ", b"a\x01b", b"x" * 129, b"caf\xe9", b"a\x7f"])
+@pytest.mark.parametrize("given", [None, b"", b"   ", b"a\x01b", b"x" * 129, b"a\xe9", b"a\x7f"])
 def test_an_id_that_is_none_or_not_plain_is_replaced_by_a_fresh_one(given: bytes | None) -> None:
     headers = [] if given is None else [(b"x-request-id", given)]
     first, second = request_id_in(headers), request_id_in(headers)
