@@ -75,8 +75,9 @@ def test_random_requests_with_hang_ups_leave_nothing() -> None:
         assert seen["left"] + seen["length"] == 200 and seen["left"] > 20
         assert after["moewe_requests_finished_total|length"] == seen["length"]
         assert after["moewe_requests_finished_total|error"] == after["moewe_requests_finished_total|stop"] == 0
-        # A client that left before its request was submitted never came in; all others were aborted.
-        assert 0.5 * seen["left"] < after["moewe_requests_finished_total|abort"] <= seen["left"]
+        # A client that left before its request was submitted never came in (many, on a busy machine); all others were
+        # aborted.
+        assert 0 < after["moewe_requests_finished_total|abort"] <= seen["left"]
         assert after["moewe_generation_tokens_total"] >= seen["completion"]
         assert process.num_fds() <= descriptors + 2 and process.num_threads() <= threads + 4
         assert len(server.survivors(within=0.1)) == len(server.children), server.log()
