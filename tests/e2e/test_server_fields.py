@@ -18,7 +18,7 @@ from tests.support import small_tokenizers
 from tests.support.fixtures import checkpoint, copy_checkpoint, edit_json, reference_logits
 from tests.support.server_process import NAME, ServerProcess
 
-pytestmark = pytest.mark.spawn
+pytestmark = [pytest.mark.spawn, pytest.mark.slow]
 
 MODEL = "T-MIX"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

@@ -20,7 +20,7 @@ import trustme
 from tests.support.chain import Chain, chain
 from tests.support.server_process import NAME, ServerProcess
 
-pytestmark = pytest.mark.spawn
+pytestmark = [pytest.mark.spawn, pytest.mark.slow]
 
 KEY = "guarded-key-1"
 ALPHABET = ["ab", "cd", "ef", " the", " gull"]

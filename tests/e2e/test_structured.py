@@ -18,7 +18,7 @@ import pytest
 from tests.support import fixtures, small_tokenizers
 from tests.support.server_process import NAME, ServerProcess
 
-pytestmark = pytest.mark.spawn
+pytestmark = [pytest.mark.spawn, pytest.mark.slow]
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 SCHEMA: dict[str, Any] = {

@@ -12,7 +12,7 @@ from tests.support.chain import chain
 from tests.support.server_process import NAME, ServerProcess
 from tests.support.tool_templates import ARGUMENTS, TEMPLATES, TOOLS, assistant, output_of
 
-pytestmark = pytest.mark.spawn
+pytestmark = [pytest.mark.spawn, pytest.mark.slow]
 
 CALLS = [("find_birds", ARGUMENTS), ("now", {})]
 OUTPUT = output_of(TEMPLATES["hermes"], assistant(CALLS, "Let me look.", "Birds, hm."))
