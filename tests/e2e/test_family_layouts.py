@@ -21,6 +21,8 @@ from tests.support.harness import Group, generate, greedy
 from tests.support.numerics import LOGITS_AGAINST_REFERENCE, assert_within
 from tests.support.setups import Setup
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (33, 5)
 
 

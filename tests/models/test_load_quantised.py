@@ -13,6 +13,8 @@ from tests.support.fixtures import edit_config, read_tensors, rewrite_tensors
 from tests.support.loaded import assert_same_as_reference
 from tests.support.quantised import GPT_OSS_KEPT, fp8_checkpoint, mxfp4_checkpoint
 
+pytestmark = pytest.mark.slow
+
 BLOCK = (24, 40)  # divides neither the widths nor the heads of the fixtures
 GOS = {"intermediate_size": 96}
 

@@ -20,6 +20,8 @@ from moewe.runtime.scheduler import Request, SchedulerConfig
 from tests.runtime.test_scheduler_random import SHAPES, config_of, random_request
 from tests.support.null_worker import NullEngine, next_token
 
+pytestmark = pytest.mark.slow
+
 
 class BatchRank:
     def __init__(self, config: SchedulerConfig) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from moewe.text import ChatTemplate, TemplateError, sandbox
 
+pytestmark = pytest.mark.slow
+
 DEEP = 20_000
 BUILT = "{% set n = namespace(x=[]) %}{% for i in range(90000) %}{% set n.x = [n.x] %}{% endfor %}"
 
