@@ -131,8 +131,10 @@ def test_a_thousand_random_requests() -> None:
         assert seen["left"] > 100 and seen["excused"] < 10, seen
 
         after = server.counters()
-        assert after["moewe_requests_finished_total|length"] == seen["stayed"]
-        assert after["moewe_requests_finished_total|abort"] == seen["left"]
+        finished, aborted = (after[f"moewe_requests_finished_total|{reason}"] for reason in ("length", "abort"))
+        assert finished + aborted == NUMBER
+        # A slow client gets several tokens in a chunk: it may leave when all of them are made and on their way.
+        assert seen["stayed"] <= finished and 0.7 * seen["left"] < aborted <= seen["left"]
         assert after.get("moewe_requests_finished_total|error", 0) == 0
         assert after["moewe_prompt_tokens_total"] == sum(len(wish.prompt) for wish in wishes)
         most = seen["tokens"] + sum(wish.max_tokens for wish in wishes if wish.leaves_after)
