@@ -34,6 +34,7 @@ def python_with(package: str) -> str:
     named = os.environ.get("MOEWE_EXTERNAL_PYTHON")
     python = named or str(HERE.parents[1] / ".external" / "bin" / "python")
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    # Clients of others pin what the project's environment pins otherwise, so they live in one of their own or nowhere.
     if not Path(python).exists() or subprocess.run([python, "-c", code], check=False).returncode:
         pytest.skip(f"{package} is not installed in {python}; see tests/external/README.md")
     return python
@@ -64,6 +65,7 @@ def ask_node(server: ServerProcess) -> Callable[[str], dict[str, Any]]:
     def ask(script: str) -> dict[str, Any]:
         node = shutil.which("node")
         modules = Path(os.environ.get("MOEWE_NODE_MODULES") or HERE / "node_modules")
+        # Neither node nor its packages come with pip; what their client asks for, Python's openai asks for too.
         if node is None:
             pytest.skip("node is not installed")
         if not (modules / "openai").is_dir():
