@@ -103,9 +103,5 @@ def unknown(name: str, known: Iterable[str], where: str = "") -> Exception:
 
 def as_json(value: Any) -> str:
     """Return `value` as the client spelled it, shortened."""
-    return shorten(json.dumps(value, ensure_ascii=False, default=str))
-
-
-def shorten(text: str) -> str:
-    """Return at most 80 characters of `text`."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else text[:77] + "..."

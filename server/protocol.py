@@ -28,7 +28,7 @@ from .field_table import IGNORED, UNSUPPORTED, as_json, check_extra, check_inner
 from .strict import Strict, described, parse
 from .structured_fields import FIELDS as STRUCTURED_FIELDS
 from .structured_fields import AskedStructure, asked_structure
-from .tool_fields import MOST_TOOLS, ToolChoice, checked_choice, checked_tools
+from .tool_fields import ToolChoice, checked_choice, checked_tools
 
 __all__ = ["IGNORED", "UNSUPPORTED", "ChatRequest", "CompletionRequest", "GenerationRequest", "StreamOptions", "parse"]
 
@@ -41,6 +41,7 @@ SAMPLING_FIELDS = (
 # Beyond these a body is not looked at: it would hold up others.
 MOST_MESSAGES = 16_384
 MOST_CHOICES = 65_536
+MOST_TOOLS = 1024
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
@@ -269,6 +270,7 @@ class ChatRequest(OpenTurn, GenerationRequest):
                                  types=["string", "object", "null"])  # fmt: skip
     parallel_tool_calls: bool | None = described("false leaves out calls after the first; default true")
 
+    @cached_property
     def asked_tools(self) -> tuple[list[dict[str, Any]], ToolChoice]:
         """Return the tools and what `tool_choice` asks, checked."""
         tools = checked_tools(self.tools)
@@ -277,7 +279,7 @@ class ChatRequest(OpenTurn, GenerationRequest):
     def check(self) -> None:
         """Refuse what cannot be honoured."""
         super().check()
-        self.asked_tools()
+        _ = self.asked_tools  # raises
         self.check_turns()
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid("top_logprobs needs logprobs=true; set it or leave top_logprobs out", "top_logprobs")

@@ -2,12 +2,11 @@
 
 Not the reading of answers (text/parsers) and not their shape (server/chat_parts.py). What a tool's schema says is not
 checked here: a template shows it and a parser looks up types in it.
-Units: up to MOST_TOOLS tools, names of up to 64 characters as OpenAI has them.
+Units: names of up to 64 characters as OpenAI has them.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from typing import Any
 
 from ..text.call_arguments import call_arguments
 from .errors import invalid
+from .field_table import as_json
 
-MOST_TOOLS = 1024
 _NAME = re.compile(r"[\w.\-:/]{1,64}")
 
 
@@ -34,11 +33,9 @@ class ToolChoice:
 
 
 def checked_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
-    """Return the tools of a request as sent."""
+    """Return the tools of a request as sent. How many there may be is checked by its body."""
     if not tools:
         return []
-    if len(tools) > MOST_TOOLS:
-        raise invalid(f"tools holds {len(tools)} tools; send at most {MOST_TOOLS}", "tools")
     for position, tool in enumerate(tools):
         where = f"tools.{position}"
         if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
@@ -47,7 +44,7 @@ def checked_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
         name = function.get("name")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             fix = "use 1 to 64 letters, digits or any of _ - . : /"
-            raise invalid(f"{where}.function.name={_shown(name)} is not allowed; {fix}", f"{where}.function.name")
+            raise invalid(f"{where}.function.name={as_json(name)} is not allowed; {fix}", f"{where}.function.name")
         for field, kind, called in (("description", str, "text"), ("parameters", dict, "a JSON schema, an object")):
             if function.get(field) is not None and not isinstance(function[field], kind):
                 raise invalid(f"{where}.function.{field} must be {called}", f"{where}.function.{field}")
@@ -62,17 +59,17 @@ def checked_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> ToolChoic
         return ToolChoice(mode="none")
     if isinstance(choice, str) and choice != "required":
         raise invalid(
-            f"tool_choice={_shown(choice)} is not allowed; use none, auto, required or "
+            f"tool_choice={as_json(choice)} is not allowed; use none, auto, required or "
             '{"type": "function", "function": {"name": ...}}', "tool_choice",
         )  # fmt: skip
     if not tools:
-        raise invalid(f"tool_choice={_shown(choice)} needs tools; send some or leave it out", "tool_choice")
+        raise invalid(f"tool_choice={as_json(choice)} needs tools; send some or leave it out", "tool_choice")
     if choice == "required":
         return ToolChoice(mode="required")
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if name not in [tool["function"]["name"] for tool in tools]:
-        raise invalid(f"tool_choice={_shown(choice)} names no function of tools; name one of them", "tool_choice")
+        raise invalid(f"tool_choice={as_json(choice)} names no function of tools; name one of them", "tool_choice")
     return ToolChoice(mode="required", name=name)
 
 
@@ -95,8 +92,3 @@ def _checked_call(call: Any, where: str) -> dict[str, Any]:
         place = f"{where}.function.arguments"
         raise invalid(f"{place} {error}; send the JSON text of the call, or leave the call out", place) from None
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."

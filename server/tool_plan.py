@@ -69,7 +69,7 @@ class ToolPlan:
 def tool_plan(state: ServerState, request: ChatRequest) -> ToolPlan:
     """Return the plan of a chat, or refuse tools that the model has no format to call."""
     formats = state.output_format
-    tools, choice = request.asked_tools()
+    tools, choice = request.asked_tools
     if choice.mode == "none":
         tools = []
     if choice.mode == "auto" and formats.tools is None:
