@@ -14,7 +14,8 @@ from typing import Any
 import jinja2
 
 from .call_arguments import with_readable_calls
-from .sandbox import Sandbox, TemplateError, check_size, metered, one_line
+from .one_line import one_line
+from .sandbox import Sandbox, TemplateError, check_size, metered
 
 __all__ = ["ChatTemplate", "TemplateError", "check_template_kwargs"]
 

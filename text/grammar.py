@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from .json_schema import SchemaError, check_schema
+from .one_line import shorten
 from .regex_syntax import RegexError, check_regex
 from .tokenizer import Tokenizer
 
@@ -298,4 +299,4 @@ def _one_line(message: str) -> str:
     text = " ".join(message.replace("<non-verbose/>", "").split())
     if "NoExtension" in text:
         return "no text fulfils it"
-    return text if len(text) <= 300 else text[:297] + "..."
+    return shorten(text, 300)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
+from .one_line import shorten
 from .regex_syntax import RegexError, check_regex
 
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
@@ -120,10 +121,9 @@ def _check_reference(where: str, part: dict[str, Any], root: Any) -> None:
 
 
 def _join(where: str, name: str) -> str:
-    name = name if len(name) <= 60 else name[:57] + "..."
+    name = shorten(name, 60)
     return f"{where}.{name}" if where else name
 
 
 def _shown(value: Any) -> str:
-    text = repr(value) if not isinstance(value, (dict, list)) else type(value).__name__
-    return text if len(text) <= 80 else text[:77] + "..."
+    return shorten(type(value).__name__ if isinstance(value, (dict, list)) else repr(value), 80)

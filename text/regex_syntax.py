@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from .one_line import shorten
+
 MAX_NESTING = 200
 _REPEAT = re.compile(r"[*+?]|\{(\d{1,9})(?:(,)(\d{0,9}))?\}")
 _NAME = re.compile(r"\(\?P?<[A-Za-z_]\w*>")
@@ -134,4 +136,4 @@ def _repeat(scan: _Scan) -> None:
 
 
 def _shown(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:57] + "...")
+    return repr(shorten(text, 60))

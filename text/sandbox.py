@@ -24,6 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from .one_line import one_line
+
 MAX_CPU_SECONDS = 2.0
 MAX_CHARACTERS = 16 * 1024 * 1024
 MAX_MADE = 16 * MAX_CHARACTERS
@@ -229,11 +231,6 @@ def check_format(pattern: str) -> None:
 
 def _is_small(value: Any) -> bool:
     return isinstance(value, (int, float)) and abs(value) <= 64
-
-
-def one_line(error: object) -> str:
-    """Return a message without line breaks."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _tick(_: None) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .chat_template import MAX_SOURCE, ChatTemplate
-from .sandbox import one_line
+from .one_line import one_line, shorten
 
 DEFAULT = "default"
 MOST_TEMPLATES = 64
@@ -159,4 +159,4 @@ def _read(file: Path) -> str:
 
 
 def _shown(value: str) -> str:
-    return repr(value if len(value) <= 200 else value[:197] + "...")
+    return repr(shorten(value, 200))

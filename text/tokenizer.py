@@ -14,6 +14,7 @@ from typing import Any
 import tokenizers
 
 from .detokenizer import Detokenizer
+from .one_line import one_line
 from .pieces import PieceRule, piece_rule
 from .templates import NamedTemplates, find_templates, templates_of
 
@@ -197,9 +198,8 @@ def _load_through_transformers(path: Path) -> Tokenizer:
 
         loaded = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:
-        reason = " ".join(str(error).split())[:400] or type(error).__name__
         raise ValueError(
-            f"tokenizer={str(path)!r} has no tokenizer.json and transformers cannot load it ({reason}); "
+            f"tokenizer={str(path)!r} has no tokenizer.json and transformers cannot load it ({one_line(error)[:400]}); "
             "give another with --tokenizer, or --skip-tokenizer-init to work with token ids"
         ) from None
     backend = getattr(loaded, "backend_tokenizer", None)

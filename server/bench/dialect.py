@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from ...text.one_line import shorten
 from .datasets import Sample
 
 COMPLETIONS, CHAT = "completions", "chat"
@@ -98,7 +99,7 @@ def error_message(body: Any) -> str:
     error = body.get("error") if isinstance(body, dict) and body.get("error") is not None else body
     message = error.get("message") or error.get("detail") if isinstance(error, dict) else error
     text = " ".join(str(message if message is not None else error).split())
-    return text if len(text) <= MOST_REASON_CHARS else text[: MOST_REASON_CHARS - 3] + "..."
+    return shorten(text, MOST_REASON_CHARS)
 
 
 def _has_tokens(choice: dict[str, Any]) -> bool:
