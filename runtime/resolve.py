@@ -177,7 +177,7 @@ def _fit_host(
     memory = rank_memory_bytes(cache, topology)
 
     def budget_at(limits: StepLimits, kv_bytes: int) -> ByteBudget:
-        return _budget(footprint, topology, limits, memory, kv_bytes)
+        return byte_budget(footprint, topology, limits, rank_memory_bytes=memory, kv_bytes=kv_bytes)
 
     budget = budget_at(limits, 0)
     groups = budget.kv_groups
@@ -205,31 +205,19 @@ def _gpu_budget(
     """Return the budget of a GPU of `memory_bytes`, or refuse it; the rank will set KV by what it really has left."""
     cache, limits = config.cache, step_limits(config)
     usable = int(memory_bytes * cache.gpu_memory_utilization)
+
+    def budget_at(limits: StepLimits, kv_bytes: int | None) -> ByteBudget:
+        return byte_budget(footprint, topology, limits, rank_memory_bytes=usable, kv_bytes=kv_bytes)
+
     kv_bytes = cache.kv_cache_memory_bytes
     if cache.num_blocks is not None:
-        groups = _budget(footprint, topology, limits, usable, 0).kv_groups
-        kv_bytes = kv_sizes.kv_bytes(groups, limits, cache.num_blocks)
-    budget = _budget(footprint, topology, limits, usable, kv_bytes)
+        kv_bytes = kv_sizes.kv_bytes(budget_at(limits, 0).kv_groups, limits, cache.num_blocks)
+    budget = budget_at(limits, kv_bytes)
     if 0 < budget.longest_sequence < limits.max_model_len and not fixed:
         limits = replace(limits, max_model_len=budget.longest_sequence)
-        budget = _budget(footprint, topology, limits, usable, budget.kv_bytes)
+        budget = budget_at(limits, budget.kv_bytes)
     check_fits(budget)
     return budget
-
-
-def _budget(
-    footprint: ModelFootprint, topology: Topology, limits: StepLimits, memory_bytes: int, kv_bytes: int | None
-) -> ByteBudget:
-    return byte_budget(
-        footprint,
-        topology,
-        rank_memory_bytes=memory_bytes,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_model_len=limits.max_model_len,
-        block_size=limits.block_size,
-        max_num_seqs=limits.max_num_seqs,
-        kv_bytes=kv_bytes,
-    )
 
 
 def _compute(config: EngineConfig, topology: Topology) -> tuple[int, tuple[tuple[int, ...], ...]]:

@@ -119,12 +119,9 @@ def format_bytes(number: int) -> str:
 def byte_budget(
     footprint: ModelFootprint,
     topology: Topology,
+    limits: StepLimits,
     *,
     rank_memory_bytes: int,
-    max_num_batched_tokens: int,
-    max_model_len: int,
-    block_size: int = 16,
-    max_num_seqs: int = 64,
     kv_bytes: int | None = None,
 ) -> ByteBudget:
     """Return what the fullest rank needs.
@@ -132,22 +129,10 @@ def byte_budget(
     Args:
         footprint: what the model weighs.
         topology: how it is laid out.
+        limits: of a step and a sequence.
         rank_memory_bytes: what a rank may use.
-        max_num_batched_tokens, max_model_len, block_size, max_num_seqs: the limits of a step and a sequence.
         kv_bytes: KV of a rank; None takes what is left, but no more than `max_num_seqs` full sequences need.
     """
-    limits = StepLimits(
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        block_size=block_size,
-    )
-    return _budget(footprint, topology, limits, rank_memory_bytes, kv_bytes)
-
-
-def _budget(
-    footprint: ModelFootprint, topology: Topology, limits: StepLimits, rank_memory_bytes: int, kv_bytes: int | None
-) -> ByteBudget:
     lines = [*_weights(footprint, topology), *_buffers(footprint, topology, limits)]
     reserve = BudgetLine(name="reserve (process, libraries)", kind="reserve", num_bytes=RESERVE_BYTES)
     groups = _rank_groups(footprint, topology)
@@ -323,5 +308,7 @@ def _fix(budget: ByteBudget, host_bytes: int | None) -> str:
 
 
 def _fits(budget: ByteBudget, topology: Topology, rank_memory_bytes: int, limits: StepLimits | None = None) -> bool:
-    other = _budget(budget.footprint, topology, limits or budget.limits, rank_memory_bytes, 0)
+    other = byte_budget(
+        budget.footprint, topology, limits or budget.limits, rank_memory_bytes=rank_memory_bytes, kv_bytes=0
+    )
     return other.total < rank_memory_bytes

@@ -31,11 +31,8 @@ def blocks_that_fit(config: EngineConfig, model: ModelConfig, number_format: Num
     buffers = byte_budget(
         model_footprint(model, name=config.model.model, dtype=number_format),
         parse_topology(config.parallel.topology),
+        limits,
         rank_memory_bytes=total,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_model_len=limits.max_model_len,
-        block_size=limits.block_size,
-        max_num_seqs=limits.max_num_seqs,
         kv_bytes=0,
     ).of_kind("buffers")
     left = int(total * config.cache.gpu_memory_utilization) - (total - free) - buffers

@@ -12,6 +12,7 @@ from moewe.topologies import (
     ByteBudget,
     KVGroup,
     ModelFootprint,
+    StepLimits,
     TopologyError,
     byte_budget,
     check_fits,
@@ -44,9 +45,22 @@ MODEL = ModelFootprint(
 DENSE = replace(MODEL, num_moe_layers=0, num_experts=0, top_k=0, expert_bytes=0)
 
 
-def budget(topology: str = "EP1DP1", model: ModelFootprint = MODEL, **changes: Any) -> ByteBudget:
-    options: dict[str, Any] = {"rank_memory_bytes": 8 * GIB, "max_num_batched_tokens": 128, "max_model_len": 4096}
-    return byte_budget(model, parse_topology(topology), **(options | changes))
+def budget(
+    topology: str = "EP1DP1",
+    model: ModelFootprint = MODEL,
+    *,
+    rank_memory_bytes: int = 8 * GIB,
+    kv_bytes: int | None = None,
+    **limits: int,
+) -> ByteBudget:
+    usual = {"max_num_batched_tokens": 128, "max_model_len": 4096, "max_num_seqs": 64, "block_size": 16}
+    return byte_budget(
+        model,
+        parse_topology(topology),
+        StepLimits(**usual | limits),
+        rank_memory_bytes=rank_memory_bytes,
+        kv_bytes=kv_bytes,
+    )
 
 
 def test_weights_add_up_to_the_model_at_one_rank() -> None:

@@ -94,12 +94,11 @@ def test_concurrency_is_that_of_the_scarcest_group():
 
 
 def test_the_budget_shows_kv_by_group_and_what_a_window_saves():
-    def budget(*groups: KVGroup, topology: str = "EP1DP1", **changes: int):
-        return byte_budget(
-            replace(MODEL, kv_groups=groups), parse_topology(topology),
-            **{"rank_memory_bytes": 8 << 30, "max_num_batched_tokens": 32, "max_model_len": 4096, "max_num_seqs": 4}
-            | changes,
-        )  # fmt: skip
+    limits = StepLimits(max_num_batched_tokens=32, max_model_len=4096, max_num_seqs=4, block_size=16)
+
+    def budget(*groups: KVGroup, **changes: int):
+        options = {"rank_memory_bytes": 8 << 30} | changes
+        return byte_budget(replace(MODEL, kv_groups=groups), parse_topology("EP1DP1"), limits, **options)
 
     both = budget(FULL, WINDOW)
     blocks = 4 * 2 + 32 // 16 + 4
@@ -119,7 +118,7 @@ def test_latent_rows_are_not_split_over_ranks_that_split_heads():
     def token_bytes(group: KVGroup) -> int:
         made = byte_budget(
             replace(MODEL, kv_groups=(group,)), parse_topology("EP4DP1[atp=2]"),
-            rank_memory_bytes=8 << 30, max_num_batched_tokens=32, max_model_len=64,
+            replace(LIMITS, max_model_len=64, block_size=16), rank_memory_bytes=8 << 30,
         )  # fmt: skip
         return made.block_bytes // 16
 
