@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ..moe.experts import SILU, Activation
 from ..moe.routing import RoutingConfig
+from ..quant import Quantization
 
 
 class ConfigError(ValueError):
@@ -138,21 +139,6 @@ class MoEConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizationConfig:
-    """How the checkpoint stores its quantised matrices.
-
-    Attributes:
-        method: `mxfp4` or `fp8`.
-        block_size: rows and columns of a matrix [out, in] that share a scale.
-        modules_to_not_convert: parts of names of the modules that are stored unquantised.
-    """
-
-    method: str
-    block_size: tuple[int, int]
-    modules_to_not_convert: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """One decoder-only transformer.
 
@@ -198,7 +184,7 @@ class ModelConfig:
     norm_eps: float
     max_position_embeddings: int
     dtype: str
-    quantization: QuantizationConfig | None = None
+    quantization: Quantization | None = None
     layer_attention: tuple[LayerAttention, ...] = ()
     latent: LatentConfig | None = None
     moe_layers: tuple[int, ...] = ()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..quant import FP8_BLOCK, MXFP4, QuantScheme
+from ..quant import FP8_BLOCK, QuantScheme
 from .config import ConfigError, ModelConfig
 from .json_fields import show
 from .parameters import (
@@ -231,8 +231,7 @@ class _Matcher:
             )
 
     def _kv_b_scheme(self, layer: int) -> QuantScheme | None:
-        scheme = scheme_of(self.config, layer, ["self_attn.kv_b_k"]) if self.config.latent is not None else None
-        return scheme if scheme is None or scheme.kind != MXFP4 else None
+        return scheme_of(self.config, layer, ["self_attn.kv_b_k"]) if self.config.latent is not None else None
 
     def _kv_b_scales(self, stored: StoredTensor, scheme: QuantScheme) -> StoredTensor:
         """Return the scales of the one matrix that is dequantised while it is loaded."""

@@ -44,7 +44,6 @@ class Parameter:
 
 Parameters = dict[str, Parameter]
 _FP32 = torch.float32
-_KINDS = {"mxfp4": MXFP4, "fp8": FP8_BLOCK}
 
 
 def layer_prefix(layer: int) -> str:
@@ -166,13 +165,8 @@ def scheme_of(config: ModelConfig, layer: int, modules: list[str]) -> QuantSchem
     Raises:
         ConfigError: they are held in one tensor, and config.json quantises some of them only.
     """
-    if config.quantization is None:
-        return None
-    quantization = Quantization(
-        scheme=QuantScheme(kind=_KINDS[config.quantization.method], block=config.quantization.block_size),
-        excluded=config.quantization.modules_to_not_convert,
-    )
-    if quantization.scheme.kind == MXFP4 and not modules[0].startswith(EXPERT):
+    quantization = config.quantization
+    if quantization is None or (quantization.scheme.kind == MXFP4 and not modules[0].startswith(EXPERT)):
         return None
     chosen = [not _is_excluded(config, quantization, layer, module) for module in modules]
     if any(chosen) != all(chosen):

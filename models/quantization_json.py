@@ -6,12 +6,11 @@ Units: elements of a stored matrix.
 
 from __future__ import annotations
 
-from .config import QuantizationConfig
+from ..quant import FP8_BLOCK, MXFP4_SCHEME, Quantization, QuantScheme
 from .family import Family
 from .json_fields import Fields, show
 
 MAX_BLOCK, MAX_MODULES = 1 << 16, 1 << 17
-_MXFP4_BLOCK = (1, 32)  # fixed by the format
 # What may stand beside quant_method: for each field its only values, None where any value may stand.
 _FIELDS: dict[str, dict[str, tuple[object, ...] | None]] = {
     "mxfp4": {"modules_to_not_convert": None, "dequantize": None},
@@ -30,7 +29,7 @@ _FIELDS: dict[str, dict[str, tuple[object, ...] | None]] = {
 }
 
 
-def parse_quantization(fields: Fields, family: Family) -> QuantizationConfig | None:
+def parse_quantization(fields: Fields, family: Family) -> Quantization | None:
     """Return how quantised matrices are stored; None where there are none."""
     if fields.raw("quantization_config") is None:
         return None
@@ -50,14 +49,14 @@ def parse_quantization(fields: Fields, family: Family) -> QuantizationConfig | N
         if values is not None and value not in values:
             may = ", ".join(map(show, values)) or "nothing"
             raise section.refuse(name, value, f"is not supported ({may} is); use the bf16 weights")
-    block = _MXFP4_BLOCK
+    scheme = MXFP4_SCHEME
     if method == "fp8":
         sizes = section.integers("weight_block_size", 1, MAX_BLOCK, max_length=2)
         if len(sizes) != 2:
             value = section.raw("weight_block_size")
             raise section.refuse("weight_block_size", value, "must hold the rows and columns of a block, as [128, 128]")
-        block = (sizes[0], sizes[1])
-    return QuantizationConfig(method=method, block_size=block, modules_to_not_convert=_modules(section))
+        scheme = QuantScheme(kind=FP8_BLOCK, block=(sizes[0], sizes[1]))
+    return Quantization(scheme=scheme, excluded=_modules(section))
 
 
 def _modules(section: Fields) -> tuple[str, ...]:

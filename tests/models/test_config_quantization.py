@@ -2,8 +2,8 @@
 
 import pytest
 
-from moewe.models.config import QuantizationConfig
 from moewe.models.families import load_config
+from moewe.quant import FP8_BLOCK, MXFP4, Quantization, QuantScheme
 from tests.support.configs import edited_config, refusal
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 64], "activation_scheme": "dynamic", "fmt": "e4m3"}
@@ -11,19 +11,17 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 64], "activation_scheme
 
 def test_fp8_of_deepseek():
     config = load_config(edited_config("T-DS3", quantization_config=FP8 | {"scale_fmt": None}))
-    assert config.quantization == QuantizationConfig(method="fp8", block_size=(128, 64))
+    assert config.quantization == Quantization(scheme=QuantScheme(kind=FP8_BLOCK, block=(128, 64)))
     for name in ("modules_to_not_convert", "ignored_layers"):
         config = load_config(edited_config("T-DS3", quantization_config=FP8 | {name: ["lm_head", "gate"]}))
-        assert config.quantization.modules_to_not_convert == ("lm_head", "gate")
+        assert config.quantization.excluded == ("lm_head", "gate")
 
 
 def test_mxfp4_of_gpt_oss():
     modules = ["model.layers.*.self_attn", "lm_head"]
     section = {"quant_method": "mxfp4", "modules_to_not_convert": modules}
     config = load_config(edited_config("T-GOS", quantization_config=section))
-    assert config.quantization == QuantizationConfig(
-        method="mxfp4", block_size=(1, 32), modules_to_not_convert=tuple(modules)
-    )
+    assert config.quantization == Quantization(scheme=QuantScheme(kind=MXFP4, block=(1, 32)), excluded=tuple(modules))
 
 
 def test_without_it_nothing_is_quantised():
