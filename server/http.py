@@ -29,10 +29,11 @@ from .hub import Call
 from .intake import Intake, chat_intake, completion_intake
 from .options import VERSION
 from .page import add_page
-from .protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
+from .protocol import ChatRequest, CompletionRequest, GenerationRequest
 from .refused_routes import add_refused_routes
 from .state import Phase, ServerState
 from .streams import ClientGone, EventStream, collect, while_connected
+from .strict import parse
 from .token_routes import add_token_routes
 from .topology_view import topology_drawing, topology_map
 

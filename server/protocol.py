@@ -24,13 +24,11 @@ from ..runtime.params import (
 )
 from .chat_messages import ChatMessage
 from .errors import ApiError, invalid
-from .field_table import IGNORED, UNSUPPORTED, as_json, check_extra, check_inner
-from .strict import Strict, described, parse
+from .field_table import as_json, check_extra, check_inner
+from .strict import Body, Strict, described
 from .structured_fields import FIELDS as STRUCTURED_FIELDS
 from .structured_fields import AskedStructure, asked_structure
 from .tool_fields import ToolChoice, checked_choice, checked_tools
-
-__all__ = ["IGNORED", "UNSUPPORTED", "ChatRequest", "CompletionRequest", "GenerationRequest", "StreamOptions", "parse"]
 
 # Fields that are parameters of sampling under the same name; null leaves them to the model's defaults.
 SAMPLING_FIELDS = (
@@ -53,7 +51,7 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = described("taken without effect: no padding is added")
 
 
-class GenerationRequest(Strict):
+class GenerationRequest(Body):
     """What both routes share."""
 
     model: str | None = described("one of the served names; missing or another is a 404")

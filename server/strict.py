@@ -6,7 +6,7 @@ and docs/api.md say of it. Units: JSON bytes in.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -20,12 +20,12 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
-class Body(Protocol):
-    """A body that can check itself further."""
+class Body(Strict):
+    """A whole body, which can check itself further."""
 
     def check(self) -> None:
         """Refuse what cannot be honoured."""
-        ...
+        raise NotImplementedError
 
 
 def described(
@@ -44,7 +44,7 @@ def described(
     return Field(default=default, description=text, max_length=most, json_schema_extra=extra or None)
 
 
-Parsed = TypeVar("Parsed", bound=BaseModel)
+Parsed = TypeVar("Parsed", bound=Body)
 
 
 def parse(body: type[Parsed], data: bytes) -> Parsed:
@@ -53,8 +53,7 @@ def parse(body: type[Parsed], data: bytes) -> Parsed:
         request = body.model_validate_json(data)
     except ValidationError as error:
         raise _readable(error) from None
-    if hasattr(request, "check"):
-        request.check()
+    request.check()
     return request
 
 

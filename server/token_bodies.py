@@ -10,49 +10,52 @@ from typing import Any
 from .errors import invalid
 from .field_table import check_inner
 from .protocol import OpenTurn
-from .strict import Strict, described
+from .strict import Body, described
 
 # A text of this length takes about a second; longer ones belong into pieces.
 MOST_CHARACTERS = 1 << 20
 MOST_TOKENS = 1 << 20
 
 
-class TokenizeText(Strict):
-    """Body of /tokenize with a text."""
+class TokenBody(Body):
+    """What the bodies have in common."""
 
     model: str | None = described("one of the served names; may be left out")
+
+    def check(self) -> None:
+        """Refuse unknown fields."""
+        check_inner(self.model_extra or {}, type(self).model_fields, "")
+
+
+class TokenizeText(TokenBody):
+    """Body of /tokenize with a text."""
+
     prompt: str = described("the text", ..., maxLength=MOST_CHARACTERS)
     add_special_tokens: bool | None = described("let the tokenizer add its BOS; default true")
     return_token_strs: bool | None = described("tell the text of each token too; default false")
 
     def check(self) -> None:
         """Refuse unknown fields and long texts."""
-        check_inner(self.model_extra or {}, type(self).model_fields, "")
+        super().check()
         if len(self.prompt) > MOST_CHARACTERS:
             raise invalid(f"prompt has {len(self.prompt)} characters; send at most {MOST_CHARACTERS}", "prompt")
 
 
-class TokenizeChat(OpenTurn):
+class TokenizeChat(TokenBody, OpenTurn):
     """Body of /tokenize with messages."""
 
-    model: str | None = described("one of the served names; may be left out")
     add_special_tokens: bool | None = described("let the tokenizer add its BOS too; default false")
     return_token_strs: bool | None = described("tell the text of each token too; default false")
 
     def check(self) -> None:
         """Refuse unknown fields and turns that do not fit."""
-        check_inner(self.model_extra or {}, type(self).model_fields, "")
+        super().check()
         self.check_turns()
 
 
-class Detokenize(Strict):
+class Detokenize(TokenBody):
     """Body of /detokenize."""
 
-    model: str | None = described("one of the served names; may be left out")
     tokens: list[Any] = described(
         "token ids", ..., most=MOST_TOKENS, items={"type": "integer", "minimum": 0}, maxItems=MOST_TOKENS
     )
-
-    def check(self) -> None:
-        """Refuse unknown fields and long lists."""
-        check_inner(self.model_extra or {}, type(self).model_fields, "")
