@@ -124,6 +124,7 @@ class MoEConfig:
         router_bias: the router holds a bias that is part of its logits.
         expert_bias: routed experts have biases on both products.
         weigh_input: a token's weight multiplies what goes into its only expert, not what comes out (top_k = 1).
+        router_fp32: the router is kept in fp32 whatever the dtype of the model.
     """
 
     routing: RoutingConfig
@@ -136,6 +137,7 @@ class MoEConfig:
     router_bias: bool = False
     expert_bias: bool = False
     weigh_input: bool = False
+    router_fp32: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

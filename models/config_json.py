@@ -158,6 +158,7 @@ def _parse_moe(fields: Fields, family: Family, num_layers: int) -> tuple[tuple[i
         router_bias=spelling.router_bias,
         expert_bias=spelling.expert_bias,
         weigh_input=spelling.weigh_input,
+        router_fp32=spelling.router_fp32,
     )
 
 

@@ -49,7 +49,7 @@ class MoEFamily:
         shared_bias / router_bias / expert_bias: there are such biases.
         selection_bias: the router has a bias that only chooses.
         weigh_input: see `MoEConfig`; a token has one expert.
-        router_fp32: router matrices are kept in fp32 whatever the dtype of the model.
+        router_fp32: see `MoEConfig`.
     """
 
     num_experts: str = "num_experts|num_local_experts"

@@ -15,7 +15,6 @@ import torch
 from ..quant import FP8_BLOCK, MXFP4, Quantization, QuantScheme
 from ..quant.tensor import DATA_DTYPES, SCALE_DTYPES
 from .config import ConfigError, LatentConfig, ModelConfig, MoEConfig
-from .families import FAMILIES
 from .tensor_names import EXPERT, NAMES, TensorNames
 
 EMBEDDING, HEAD, HEAD_BIAS = "model.embed_tokens.weight", "lm_head.weight", "lm_head.bias"
@@ -124,8 +123,7 @@ def dense_parameters(config: ModelConfig, layer: int) -> Parameters:
 
 def router_parameters(config: ModelConfig, moe: MoEConfig) -> Parameters:
     """Return the router of one MoE layer."""
-    family, count = FAMILIES[config.family].moe, moe.routing.num_experts
-    in_fp32 = _FP32 if family is not None and family.router_fp32 else None
+    count, in_fp32 = moe.routing.num_experts, _FP32 if moe.router_fp32 else None
     parameters = {ROUTER: Parameter(shape=(count, config.hidden_size), dtype=in_fp32)}
     if moe.router_bias:
         parameters["mlp.router.bias"] = Parameter(shape=(count,), dtype=in_fp32)
