@@ -19,7 +19,6 @@ from threading import BoundedSemaphore, Lock
 import msgspec
 
 from .grammar import GrammarError, grammar_source
-from .grammar_helper import Trial, Verdict
 
 REMEMBERED = 1024
 # At once; the others wait. A child may take all of a core for its time.
@@ -53,9 +52,9 @@ class GrammarCheck:
         with self._lock:
             problem = self._verdicts.get(key)
         if problem is None:
-            grammar_source(kind, text)
+            source = grammar_source(kind, text)
             with self._trials:
-                problem = self._try(Trial(kind, text))
+                problem = self._try(source)
             with self._lock:
                 self._verdicts[key] = problem
                 while len(self._verdicts) > REMEMBERED:
@@ -68,7 +67,7 @@ class GrammarCheck:
         with self._lock:
             self._end()
 
-    def _try(self, trial: Trial) -> str:
+    def _try(self, source: str) -> str:
         """Return what is wrong with a grammar; empty when nothing is."""
         ours, theirs = socket.socketpair()
         with ours:
@@ -76,14 +75,14 @@ class GrammarCheck:
                 self._send(theirs)
             ours.settimeout(PATIENCE_S)
             try:
-                ours.sendall(msgspec.msgpack.encode(trial))
+                ours.sendall(msgspec.msgpack.encode(source))
                 ours.shutdown(socket.SHUT_WR)
                 answer = b""
                 while part := ours.recv(1 << 16):
                     answer += part
             except OSError:  # the child died while it read, or time is up
                 answer = b""
-        return msgspec.msgpack.decode(answer, type=Verdict).problem if answer else TOO_COMPLEX
+        return msgspec.msgpack.decode(answer, type=str) if answer else TOO_COMPLEX
 
     def _send(self, connection: socket.socket) -> None:
         """Hand a socket to the helper, a fresh one where the old one is gone."""

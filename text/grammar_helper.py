@@ -16,34 +16,20 @@ import sys
 
 import msgspec
 
-from .grammar import GrammarError, byte_tokens, compile_source, grammar_source
+from .grammar import GrammarError, byte_tokens, compile_source
 
 CPU_SECONDS = 0.4
 MEMORY_BYTES = 2 << 30
 # How far a text is written on trial: what a grammar costs shows in its masks, too.
 TRIAL_BYTES = 48
-MAX_MESSAGE_BYTES = 2 << 20
 
 
-class Trial(msgspec.Struct, frozen=True):
-    """A grammar to try: see `grammar_source`."""
-
-    kind: str
-    text: str
-
-
-class Verdict(msgspec.Struct, frozen=True):
-    """What came of it: empty when the grammar can be used."""
-
-    problem: str = ""
-
-
-def try_grammar(trial: Trial) -> Verdict:
-    """Compile a grammar and write the beginning of a text with it."""
+def try_grammar(source: str) -> str:
+    """Compile what `grammar_source` made, write the beginning of a text with it, and return what is wrong, if anything."""
     try:
-        state = compile_source(grammar_source(trial.kind, trial.text), byte_tokens())
+        state = compile_source(source, byte_tokens())
     except GrammarError as error:
-        return Verdict(str(error))
+        return str(error)
     choices = random.Random(0)
     for _ in range(TRIAL_BYTES):
         if state.is_stopped():
@@ -52,9 +38,7 @@ def try_grammar(trial: Trial) -> Verdict:
         allowed = [byte for byte in range(256) if words[byte // 8] >> byte % 8 & 1]
         if not allowed or not state.consume_token(choices.choice(allowed)):
             break
-    if state.is_error():
-        return Verdict("it is too complex; make it simpler")
-    return Verdict()
+    return "it is too complex; make it simpler" if state.is_error() else ""
 
 
 def serve(control: socket.socket) -> None:
@@ -82,8 +66,8 @@ def _be_child(connection: socket.socket) -> None:
         parts = []
         while part := connection.recv(1 << 16):
             parts.append(part)
-        trial = msgspec.msgpack.decode(b"".join(parts), type=Trial)
-        connection.sendall(msgspec.msgpack.encode(try_grammar(trial)))
+        source = msgspec.msgpack.decode(b"".join(parts), type=str)
+        connection.sendall(msgspec.msgpack.encode(try_grammar(source)))
     finally:
         os._exit(0)
 
