@@ -96,8 +96,8 @@ def check_template_option(value: str) -> None:
         ValueError: the file cannot be read or the source does not compile; one line.
     """
     source = _given_source(value)
-    if source is not None and (problem := ChatTemplate(source).problem) is not None:
-        raise ValueError(f"chat_template={_shown(value)} is not allowed; {problem}")
+    if source is not None:
+        _compiled(value, source)
 
 
 def chosen_template(value: str, templates: NamedTemplates, variables: Mapping[str, str]) -> ChatTemplate:
@@ -115,6 +115,10 @@ def chosen_template(value: str, templates: NamedTemplates, variables: Mapping[st
             f"chat_template={_shown(value)} is neither a file nor the name of a template of this model "
             f"(it has: {named}); give a file"
         )
+    return _compiled(value, source, variables)
+
+
+def _compiled(value: str, source: str, variables: Mapping[str, str] | None = None) -> ChatTemplate:
     template = ChatTemplate(source, variables=variables)
     if template.problem is not None:
         raise ValueError(f"chat_template={_shown(value)} is not allowed; {template.problem}")
