@@ -68,13 +68,13 @@ def with_thinking(params: SamplingParams, formats: OutputFormat, prompt: str) ->
     """
     if params.structured is None or formats.reasoning is None:
         return params
-    marks, tail = REASONING_FORMATS[formats.reasoning], prompt.rstrip()
+    marks = REASONING_FORMATS[formats.reasoning]
     fields: dict[str, Any] = {"thinking_start": marks.start, "thinking_end": marks.end}
     if formats.reasoning == HARMONY:
         fields = {"thinking_end": _HARMONY_FINAL, "thinking": True}
-    elif tail.endswith(marks.end):
+    elif prompt.rstrip().endswith(marks.end):
         return params  # the prompt has closed it
     else:
-        fields["thinking"] = tail.endswith(marks.start) or marks.always
+        fields["thinking"] = marks.opened(prompt)
     spec: StructuredSpec = msgspec.structs.replace(params.structured, **fields)
     return msgspec.structs.replace(params, structured=spec)

@@ -53,6 +53,11 @@ class ReasoningFormat:
     end: str
     always: bool = False
 
+    def opened(self, prompt: str) -> bool:
+        """Return whether an output after `prompt` begins within the thinking."""
+        tail = prompt.rstrip()
+        return tail.endswith(self.start) or (self.always and not tail.endswith(self.end))
+
 
 _TAGS = ("<tool_call>", "</tool_call>")
 # In the order in which a template is held against them: the first whose marks it has is its format.
@@ -160,10 +165,9 @@ class OutputFormat:
             return OutputParser(tools=parser) if parser is not None else None
         if self.reasoning == HARMONY:
             return OutputParser(reasoning=Harmony(tools=False), tools=parser)
-        thinking = REASONING_FORMATS[self.reasoning]
-        tail = prompt.rstrip()
-        opened = tail.endswith(thinking.start) or (thinking.always and not tail.endswith(thinking.end))
-        return OutputParser(reasoning=MarkedReasoning(thinking.start, thinking.end, opened=opened), tools=parser)
+        marks = REASONING_FORMATS[self.reasoning]
+        thinking = MarkedReasoning(marks.start, marks.end, opened=marks.opened(prompt))
+        return OutputParser(reasoning=thinking, tools=parser)
 
 
 def forced_parser(name: str | None) -> OutputParser:
