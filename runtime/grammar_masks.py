@@ -18,7 +18,7 @@ from typing import Protocol
 
 from ..text import Tokenizer
 from ..text.grammar import GrammarTokens
-from ..text.grammar_thinking import Thinking, ThinkingMatcher
+from ..text.grammar_thinking import ThinkingMatcher
 from .params import StructuredSpec
 
 log = logging.getLogger(__name__)
@@ -203,8 +203,10 @@ def grammar_matchers(
         answer = vocabulary.matcher(spec.kind, spec.text)
         if not spec.thinking_end:
             return answer
-        thinking = Thinking(start=spec.thinking_start, end=spec.thinking_end, opened=spec.thinking)
         start = tokenizer.encode(spec.thinking_start, add_special_tokens=False) if spec.thinking_start else []
-        return ThinkingMatcher(answer, thinking, start[0] if len(start) == 1 else None, tokenizer.token_bytes)
+        start_id = start[0] if len(start) == 1 else None
+        return ThinkingMatcher(
+            answer, spec.thinking_end, opened=spec.thinking, start_id=start_id, token_bytes=tokenizer.token_bytes
+        )
 
     return make

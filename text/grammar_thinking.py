@@ -6,26 +6,10 @@ Not a parser of thinking (`parsers/`). Shapes: as in `grammar.py`; a mask of Non
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from .grammar import Matcher
-
-
-@dataclass(frozen=True, kw_only=True)
-class Thinking:
-    """How a model marks its thinking.
-
-    Attributes:
-        start: text of the token that begins it; where no single token does, a text can only begin within it.
-        end: text after which the answer begins.
-        opened: the text begins within it.
-    """
-
-    start: str
-    end: str
-    opened: bool
 
 
 class ThinkingMatcher:
@@ -33,20 +17,21 @@ class ThinkingMatcher:
 
     Args:
         answer: follows what is not thinking.
-        thinking: the marks.
-        start_id: the token that begins thinking, if there is one.
+        end: text after which the answer begins.
+        opened: the text begins within the thinking.
+        start_id: the token that begins it; where no single token does, a text can only begin within it.
         token_bytes: of a token.
     """
 
     def __init__(
-        self, answer: Matcher, thinking: Thinking, start_id: int | None, token_bytes: Callable[[int], bytes]
+        self, answer: Matcher, end: str, *, opened: bool, start_id: int | None, token_bytes: Callable[[int], bytes]
     ) -> None:
         self._answer = answer
-        self._end = thinking.end.encode()
+        self._end = end.encode()
         self._start_id = start_id
         self._token_bytes = token_bytes
-        self._thinks = thinking.opened
-        self._may_start = not thinking.opened and start_id is not None
+        self._thinks = opened
+        self._may_start = not opened and start_id is not None
         self._tail = b""
 
     @property

@@ -9,7 +9,7 @@ import pytest
 
 from moewe.text import Tokenizer, load_tokenizer
 from moewe.text.grammar import GrammarError, GrammarTokens
-from moewe.text.grammar_thinking import Thinking, ThinkingMatcher
+from moewe.text.grammar_thinking import ThinkingMatcher
 from tests.support import small_tokenizers
 
 
@@ -20,8 +20,8 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 def make(tokenizer: Tokenizer, *, opened: bool, start_id: int | None = None) -> ThinkingMatcher:
     tokens = GrammarTokens(tokenizer, tokenizer.vocab_size)
-    thinking = Thinking(start="<s>", end="</t>", opened=opened)
-    return ThinkingMatcher(tokens.matcher("regex", "[ab]c"), thinking, start_id, tokenizer.token_bytes)
+    answer = tokens.matcher("regex", "[ab]c")
+    return ThinkingMatcher(answer, "</t>", opened=opened, start_id=start_id, token_bytes=tokenizer.token_bytes)
 
 
 def feed(matcher: ThinkingMatcher, tokenizer: Tokenizer, text: str) -> None:
