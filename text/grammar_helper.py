@@ -25,7 +25,7 @@ TRIAL_BYTES = 48
 
 
 def try_grammar(source: str) -> str:
-    """Compile what `grammar_source` made, write the beginning of a text with it, and return what is wrong, if anything."""
+    """Compile what `grammar_source` made and write the beginning of a text with it; return what is wrong, or ""."""
     try:
         state = compile_source(source, byte_tokens())
     except GrammarError as error:
