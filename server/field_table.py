@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from .errors import invalid
@@ -88,17 +88,19 @@ def is_harmless(name: str, value: Any) -> bool:
     return any(type(value) in (type(fine), float) and value == fine for fine in UNSUPPORTED[name])
 
 
-def check_inner(extra: dict[str, Any], honoured: Iterable[str], where: str) -> None:
+def check_inner(names: Iterable[str], known: Collection[str], where: str) -> None:
     """Refuse unknown fields of an object inside a request, `where` with a dot at its end."""
-    for name in extra:
-        raise unknown(name, honoured, where)
+    for name in names:
+        if name not in known:
+            raise unknown(name, known, where)
 
 
 def unknown(name: str, known: Iterable[str], where: str = "") -> Exception:
     """Return the error for a name that nobody knows, with the nearest one that somebody does."""
-    close = difflib.get_close_matches(name, known, n=1)
+    shown = name[:80]
+    close = difflib.get_close_matches(shown, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else "leave it out"
-    return invalid(f"{where}{name} is not a field that this server knows; {hint}", f"{where}{name}"[:200])
+    return invalid(f"{where}{shown} is not a field that this server knows; {hint}", f"{where}{name}"[:200])
 
 
 def as_json(value: Any) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..runtime.params import StructuredSpec
 from .errors import invalid
+from .field_table import check_inner
 
 FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _FORMATS = ("text", "json_object", "json_schema")
@@ -73,7 +74,7 @@ def _of_format(value: Any) -> Iterator[AskedStructure]:
             f"response_format must be an object whose type is one of {', '.join(_FORMATS)}", "response_format"
         )
     kind = value["type"]
-    _check_names(value, {"type", "json_schema"} if kind == "json_schema" else {"type"}, "response_format")
+    check_inner(value, ("type", "json_schema") if kind == "json_schema" else ("type",), "response_format.")
     if kind == "json_object":
         yield _structure("response_format", "json_object", True)
     if kind != "json_schema":
@@ -81,7 +82,7 @@ def _of_format(value: Any) -> Iterator[AskedStructure]:
     path, part = "response_format.json_schema", value.get("json_schema")
     if not isinstance(part, dict):
         raise invalid(f"{path} must be an object with a name and a schema", path)
-    _check_names(part, {"name", "description", "schema", "strict"}, path)
+    check_inner(part, ("name", "description", "schema", "strict"), f"{path}.")
     if not isinstance(part.get("name", ""), str):
         raise invalid(f"{path}.name must be a text", f"{path}.name")
     if part.get("strict") not in (None, True, False):
@@ -97,7 +98,7 @@ def _of_options(value: Any) -> Iterator[AskedStructure]:
     path = "structured_outputs"
     if not isinstance(value, dict):
         raise invalid(f"{path} must be an object with one of {', '.join(_KINDS)}", path)
-    _check_names(value, {*_KINDS, *_OPTIONS}, path)
+    check_inner(value, (*_KINDS, *_OPTIONS), f"{path}.")
     for name, fine in _OPTIONS.items():
         if value.get(name) not in fine:
             raise invalid(f"{path}.{name} is not supported; leave it out", f"{path}.{name}")
@@ -127,11 +128,3 @@ def _structure(field: str, kind: str, value: Any) -> AskedStructure:
     else:
         raise invalid(f"{field} must be a text, got {type(value).__name__}", field)
     return AskedStructure(field=field, spec=StructuredSpec(kind=kind, text=text))
-
-
-def _check_names(value: dict[str, Any], known: set[str], path: str) -> None:
-    for name in value:
-        if name not in known:
-            raise invalid(
-                f"{path}.{name[:80]} is not a field that this server knows; leave it out", f"{path}.{name}"[:200]
-            )

@@ -115,6 +115,18 @@ def test_mistakes_in_completions_are_named(body: Any, named: str | None) -> None
 
 
 @pytest.mark.parametrize(
+    "where",
+    [lambda long: {long: 1}, lambda long: {"structured_outputs": {long: 1}},
+     lambda long: {"stream": True, "stream_options": {long: 1}}],
+    ids=["request", "structured_outputs", "stream_options"],
+)  # fmt: skip
+def test_a_name_without_end_is_cut(where: Any) -> None:
+    error = error_of(post(make_state(fake()), "/v1/completions", {"model": "gull", "prompt": "a", **where("z" * 9000)}))
+    assert "z" * 80 + " is not a field that this server knows" in error["message"] and len(error["message"]) < 200
+    assert len(error["param"]) == 200
+
+
+@pytest.mark.parametrize(
     ("body", "named"),
     [
         ({"messages": "hi"}, "messages"),
