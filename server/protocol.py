@@ -190,6 +190,8 @@ class GenerationRequest(Body):
     def worded(self, error: ValueError) -> ApiError:
         """Say what sampling refuses with the name and the value that the client sent."""
         name = re.match(r"\w*", str(error))[0]  # type: ignore[index]
+        if name == "structured" and (asked := self.structure) is not None:
+            return invalid(str(error).replace(f"{name}={asked.spec!r}", asked.field), asked.field)
         fix = str(error).partition(" is not allowed; ")[2]
         shown = name
         if name == "logprobs" and "top_logprobs" in type(self).model_fields:

@@ -43,8 +43,7 @@ async def check_structure(state: ServerState, params: SamplingParams, field: str
     spec = params.structured
     if spec is None:
         return
-    if state.tokenizer is None:
-        raise invalid(f"{field} needs text, but the server runs without a tokenizer; leave it out", field)
+    assert state.tokenizer is not None  # else runtime/checked_params.py has refused it
     if not state.tokenizer.has_pieces:
         raise invalid(f"{field} is not possible with this model's tokenizer; leave it out", field)
     if _waiting >= MOST_WAITING:

@@ -207,6 +207,11 @@ def test_without_tokenizer_only_ids_are_served() -> None:
     for path, request in [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", HI),
                           ("/v1/completions", {"prompt": [1], "stop": "a"})]:  # fmt: skip
         assert post(state, path, {"model": "gull"} | request).status_code == 400
+    for field, asked in (("guided_regex", "a"), ("structured_outputs", {"json": {"type": "object"}})):
+        response = post(state, "/v1/completions", {"model": "gull", "prompt": [1], field: asked})
+        error = error_of(response)
+        assert response.status_code == 400 and error["param"].partition(".")[0] == field
+        assert error["message"] == f"{error['param']} needs text, but there is no tokenizer; leave it out"
 
 
 def test_priority_is_refused_where_it_has_no_effect() -> None:
