@@ -17,9 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from .batch_lines import LineError, answer_line, error_line, read_line
 from .cli_serve import config_of, server_options
 from .cli_values import Settings
@@ -30,7 +27,7 @@ if TYPE_CHECKING:
     from .state import ServerState
 
 EXIT_LOST, EXIT_INTERRUPTED = 3, 130
-BUSY, UNAVAILABLE = 429, 503
+BUSY = 429
 RETRY_S = 0.05
 CLOSE_TIMEOUT_S = 3.0
 Post = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
@@ -75,23 +72,21 @@ def _files(tool: dict[str, str]) -> tuple[Path, Path]:
 async def _run(resolved: Resolved, options: ServerOptions, lines: IO[bytes], out: IO[bytes]) -> int:
     from .http import build_app
     from .in_process import post
+    from .terminal import counting
 
     halt = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, halt.set)
     total = sum(1 for line in lines if line.strip())
     lines.seek(0)
     outcome = Outcome()
-    console = Console(file=sys.stderr)
     async with engines(resolved, options, halt) as state:
         if not halt.is_set():
             app = build_app(state)
             most = 2 * resolved.topology.num_ranks * resolved.config.schedule.max_num_seqs
-            with _bar(console) as bar:
-                task = bar.add_task("requests", total=total)
+            with counting("requests", total) as advance:
                 await answer_all(
-                    lines, out, lambda url, body: post(app, url, body), outcome,
-                    most=most, halt=halt, on_done=lambda: bar.advance(task),
-                )  # fmt: skip
+                    lines, out, lambda url, body: post(app, url, body), outcome, most=most, halt=halt, on_done=advance
+                )
     done = outcome.succeeded + outcome.failed
     print(f"moewe: {outcome.succeeded} of {total} requests succeeded, {outcome.failed} failed", file=sys.stderr)
     if state.problem:
@@ -230,10 +225,3 @@ async def _answer(
         if status != BUSY or last_chance:
             return answer_line(number, request.custom_id, status, body), status == 200
         await asyncio.sleep(RETRY_S)
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console, disable=not console.is_terminal, transient=True,
-    )  # fmt: skip

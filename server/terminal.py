@@ -1,4 +1,4 @@
-"""What a person sees in the terminal: bars while loading, text as it is generated, safe to print.
+"""What a person sees in the terminal: bars while loading and counting, text as it is generated, safe to print.
 
 Not a command (server/cli_local.py). Bars go to stderr, text to stdout.
 Units: bytes.
@@ -8,11 +8,21 @@ from __future__ import annotations
 
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from ..runtime.messages import Loading
 
@@ -53,6 +63,19 @@ class LoadingBars:
         """Draw while the body runs."""
         with self._progress:
             yield
+
+
+@contextmanager
+def counting(what: str, total: int, console: Console | None = None) -> Iterator[Callable[[], None]]:
+    """Draw a bar on stderr while the body runs, where that is a terminal; yields what moves it on by one."""
+    console = console or Console(file=sys.stderr)
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+        console=console, disable=not console.is_terminal, transient=True,
+    )  # fmt: skip
+    task = bar.add_task(what, total=total)
+    with bar:
+        yield lambda: bar.advance(task)
 
 
 def printable(text: str) -> str:

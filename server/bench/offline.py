@@ -10,17 +10,16 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ...runtime.params import SamplingParams
 from ...telemetry import peak_of_family
 from ..cli_local import start
 from ..cli_values import Settings
 from ..stdout import put
+from ..terminal import counting
 from .chosen import chosen_files, chosen_samples, dataset_name
 from .datasets import FIRST_ID, Prompts, Sample
 from .plot import plot
@@ -52,7 +51,7 @@ def bench_latency(settings: Settings) -> int:
         took: list[float] = []
         stopped = False
         try:
-            with _bar("batches", warmups + iters) as advance:
+            with counting("batches", warmups + iters) as advance:
                 for number in range(warmups + iters):
                     records, duration = run_samples(session, samples, _params(settings, samples), lambda: None)
                     if number >= warmups:
@@ -77,7 +76,7 @@ def bench_throughput(settings: Settings) -> int:
         stopped, records, duration = False, [RequestRecord() for _ in samples], 0.0
         began = time.perf_counter()
         try:
-            with _bar("prompts", len(samples)) as advance:
+            with counting("prompts", len(samples)) as advance:
                 records, duration = run_samples(session, samples, _params(settings, samples), advance, records)
         except KeyboardInterrupt:
             stopped, duration = True, time.perf_counter() - began
@@ -170,16 +169,3 @@ def _finish(content: dict[str, Any], records: Sequence[RequestRecord], files: tu
         print("moewe: interrupted; the figures are of what had ended", file=sys.stderr)
         return EXIT_INTERRUPTED
     return 0 if content["results"]["completed"] else EXIT_FAILED
-
-
-@contextmanager
-def _bar(what: str, total: int) -> Any:
-    """Draw a bar on stderr, where that is a terminal; yields what moves it on."""
-    console = Console(file=sys.stderr)
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-        console=console, disable=not console.is_terminal, transient=True,
-    )  # fmt: skip
-    task = bar.add_task(what, total=total)
-    with bar:
-        yield lambda: bar.advance(task)

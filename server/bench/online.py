@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..descriptors import raise_descriptor_limit
 from ..stdout import put
+from ..terminal import counting
 from .arrivals import arrival_times
 from .chosen import chosen_files, chosen_samples, chosen_tokenizer, dataset_name
 from .client import Client, connections
@@ -144,12 +144,10 @@ async def measure(run: Run, console: Console) -> tuple[LoadResult, dict[str, Any
             run.settings["model"] = _model(run, server)
             client = Client(session, run.target.url, _dialect(run))
             await _warm_up(run, client, stop)
-            bar = _bar(console)
-            task = bar.add_task("requests", total=len(run.samples))
             async with Watch(session, run.target.root) as watch:
-                with bar:
+                with counting("requests", len(run.samples), console) as advance:
                     load = await run_load(
-                        run.samples, run.arrivals, client.send, stop=stop, on_done=lambda _: bar.advance(task),
+                        run.samples, run.arrivals, client.send, stop=stop, on_done=lambda _: advance(),
                         max_concurrency=run.tool.get("max_concurrency"),
                     )  # fmt: skip
     finally:
@@ -226,10 +224,3 @@ async def _warm_up(run: Run, client: Client, stop: asyncio.Event) -> None:
     error = next((each.error for each in done if each.error is not None), None)
     if error is not None:
         raise ValueError(f"the warm-up request to {run.target.url} failed: {error}")
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-        console=console, disable=not console.is_terminal, transient=True,
-    )  # fmt: skip
