@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from ..moe.experts import ExpertWeights
 from ..moe.wide_ep.placement import ExpertPlacement
-from ..quant import QuantScheme, QuantTensor
+from ..quant import QuantTensor
 from .config import LatentConfig, ModelConfig, MoEConfig
 from .parameters import (
     EMBEDDING,
@@ -35,6 +36,8 @@ from .parameters import (
 )
 from .tensor_names import EXPERT
 from .weights import DenseFFN, LatentWeights, LayerWeights, Matrix, ModelWeights, MoEWeights
+
+_Gated = TypeVar("_Gated", DenseFFN, ExpertWeights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,15 +106,6 @@ class _Allocator:
     def optional(self, name: str) -> torch.Tensor | None:
         return self.single(name) if name in self.parameters else None
 
-    def fused(self, names: list[str]) -> torch.Tensor:
-        """Allocate parameters one below the other in one tensor."""
-        parts = [self.parameters[name] for name in names]
-        rows = [part.shape[0] for part in parts]
-        tensor = self.empty((sum(rows), *parts[0].shape[1:]), parts[0])
-        for name, view in zip(names, torch.split(tensor, rows)):
-            self.targets[self.prefix + name].append(view)
-        return tensor
-
     def empty(self, shape: tuple[int, ...], parameter: Parameter) -> torch.Tensor:
         return torch.empty(shape, dtype=parameter.dtype or self.dtype, device=self.device)
 
@@ -120,7 +114,7 @@ class _Allocator:
 class _LayerAllocator(_Allocator):
     config: ModelConfig
     layer: int
-    experts: Sequence[int] = field(default_factory=tuple)
+    experts: Sequence[int]
 
     def layer_weights(self) -> LayerWeights:
         config = self.config
@@ -139,7 +133,7 @@ class _LayerAllocator(_Allocator):
             sinks=self.optional(SINKS),
             post_attention_norm=self.single("post_attention_layernorm.weight"),
             post_attention_norm_bias=self.optional("post_attention_layernorm.bias"),
-            dense=None if is_moe else self._ffn("mlp"),
+            dense=None if is_moe else self._gated(DenseFFN, "mlp"),
             moe=self._moe(config.moe) if is_moe and config.moe is not None else None,
         )
 
@@ -163,61 +157,48 @@ class _LayerAllocator(_Allocator):
             router=self.single(ROUTER),
             router_bias=self.optional("mlp.router.bias"),
             selection_bias=self.optional(SELECTION_BIAS),
-            experts=self._experts(),
-            shared=self._ffn("mlp.shared") if moe.shared_width else None,
+            experts=self._gated(ExpertWeights, EXPERT),
+            shared=self._gated(DenseFFN, "mlp.shared") if moe.shared_width else None,
             shared_gate=self.optional("mlp.shared_gate.weight"),
         )
 
-    def _ffn(self, prefix: str) -> DenseFFN:
+    def _gated(self, kind: type[_Gated], prefix: str) -> _Gated:
         gate, up, down = (f"{prefix}.{projection}" for projection in PROJECTIONS)
-        return DenseFFN(
+        return kind(
             w13=self._matrix([gate, up]), w2=self._matrix([down]), b13=self._bias([gate, up]), b2=self._bias([down])
         )
 
     def _matrix(self, modules: list[str]) -> Matrix:
         """Allocate one matrix of modules one below the other, quantised as config.json says."""
         scheme, names = scheme_of(self.config, self.layer, modules), [f"{module}.weight" for module in modules]
-        data = self.fused(names)
+        data = self._fused(names)
         if scheme is None:
             return data
-        scales = self.fused([f"{module}.weight_scale" for module in modules])
-        return self._quantized(data, scales, scheme, names)
+        parts = [self.parameters[name] for name in names]
+        return QuantTensor(
+            data=data,
+            scales=self._fused([f"{module}.weight_scale" for module in modules]),
+            scheme=scheme,
+            shape=(*data.shape[:-1], data.shape[-1] * parts[0].packed),
+            sections=tuple(part.shape[0] for part in parts),
+        )
 
     def _bias(self, modules: list[str]) -> torch.Tensor | None:
         names = [f"{module}.bias" for module in modules]
-        return self.fused(names) if names[0] in self.parameters else None
+        return self._fused(names) if names[0] in self.parameters else None
 
-    def _experts(self) -> ExpertWeights:
-        gate, up, down = (f"{EXPERT}.{projection}" for projection in PROJECTIONS)
-        return ExpertWeights(
-            w13=self._stacked_matrix([gate, up]),
-            w2=self._stacked_matrix([down]),
-            b13=self._stacked([f"{gate}.bias", f"{up}.bias"]) if f"{gate}.bias" in self.parameters else None,
-            b2=self._stacked([f"{down}.bias"]) if f"{down}.bias" in self.parameters else None,
-        )
-
-    def _stacked_matrix(self, modules: list[str]) -> Matrix:
-        scheme, names = scheme_of(self.config, self.layer, modules), [f"{module}.weight" for module in modules]
-        data = self._stacked(names)
-        if scheme is None:
-            return data
-        return self._quantized(data, self._stacked([f"{module}.weight_scale" for module in modules]), scheme, names)
-
-    def _stacked(self, names: list[str]) -> torch.Tensor:
-        """Allocate [S, rows of all parts, ...] for the local experts."""
+    def _fused(self, names: list[str]) -> torch.Tensor:
+        """Allocate parameters one below the other in one tensor, [S, ...] of local experts where names hold `#`."""
         parts = [self.parameters[name] for name in names]
         rows = [part.shape[0] for part in parts]
-        tensor = self.empty((len(self.experts), sum(rows), *parts[0].shape[1:]), parts[0])
-        for slot, expert in enumerate(self.experts):
-            for name, view in zip(names, torch.split(tensor[slot], rows)):
-                self.targets[self.prefix + name.replace("#", str(expert))].append(view)
+        shape = (sum(rows), *parts[0].shape[1:])
+        if "#" in names[0]:
+            tensor = self.empty((len(self.experts), *shape), parts[0])
+            places = list(zip(map(str, self.experts), tensor.unbind()))
+        else:
+            tensor = self.empty(shape, parts[0])
+            places = [("", tensor)]
+        for number, place in places:
+            for name, view in zip(names, torch.split(place, rows)):
+                self.targets[self.prefix + name.replace("#", number)].append(view)
         return tensor
-
-    def _quantized(
-        self, data: torch.Tensor, scales: torch.Tensor, scheme: QuantScheme, names: list[str]
-    ) -> QuantTensor:
-        parts = [self.parameters[name] for name in names]
-        shape = (*data.shape[:-1], data.shape[-1] * parts[0].packed)
-        return QuantTensor(
-            data=data, scales=scales, scheme=scheme, shape=shape, sections=tuple(part.shape[0] for part in parts)
-        )
