@@ -11,13 +11,14 @@ import os
 import select
 import sys
 from collections import deque
+from dataclasses import replace
 
 from ..native.bandwidth import llc_bytes
 from ..text import Tokenizer
 from .deltas import seed_sequence
 from .engine import Engine
 from .grammar_masks import GrammarMasks, grammar_matchers
-from .kv_layout import KVLayout, kv_layout, step_limits
+from .kv_layout import kv_layout, scheduler_limits, step_limits
 from .messages import (
     SHUTTING_DOWN,
     Abort,
@@ -43,7 +44,6 @@ from .processes.workers import RankLost
 from .prompts import model_tokenizer
 from .reporter import StatsReporter
 from .scheduler import Scheduler
-from .scheduling.limits import SchedulerConfig
 from .start_up import check_blocks, stall_limits
 from .text_output import TextOutput
 from .worker_main import build_hub, build_worker
@@ -150,11 +150,11 @@ class EngineLoop:
         group.all_met(stall_limits(self._start, ranks))
         assert self._reporter is not None
         self._reporter.cache_resident = any(warm.cache_resident for _, warm in ranks)
-        config, layout = self._start.config, self._kv_layout(num_blocks)
+        config = self._start.config
         return Ready(
             num_blocks=num_blocks,
             block_size=config.cache.block_size,
-            max_model_len=layout.max_model_len,
+            max_model_len=kv_layout(self._start.kv_groups, step_limits(config), num_blocks).max_model_len,
             max_num_seqs=config.schedule.max_num_seqs,
             memory_bandwidth=tuple(warm.memory_bandwidth for _, warm in ranks),
             weight_bytes=tuple(rank.weight_bytes for rank, _ in ranks),
@@ -162,21 +162,13 @@ class EngineLoop:
             pids=tuple(member.pid for member in group.workers.members),
         )
 
-    def _kv_layout(self, num_blocks: int) -> KVLayout:
-        return kv_layout(self._start.kv_groups, step_limits(self._start.config), num_blocks)
-
     def _make_engine(self, group: Group, ready: Ready, tokenizer: Tokenizer | None) -> Engine:
-        schedule, num_ranks = self._start.config.schedule, group.workers.num_ranks
-        limits = SchedulerConfig(
-            num_ranks=num_ranks,
-            groups=self._kv_layout(ready.num_blocks).groups,
-            block_size=ready.block_size,
-            max_model_len=ready.max_model_len,
-            max_num_seqs=schedule.max_num_seqs,
-            max_num_batched_tokens=schedule.max_num_batched_tokens,
-            policy=schedule.policy,
+        num_ranks = group.workers.num_ranks
+        limits = replace(
+            scheduler_limits(
+                self._start.config, self._start.kv_groups, num_ranks=num_ranks, num_blocks=ready.num_blocks
+            ),
             exchange="local" if num_ranks == 1 else "threads" if group.as_threads else "all_to_all",
-            max_queued_requests=schedule.max_queued_requests,
             eos_token_ids=self._start.eos_token_ids,
         )
         return Engine(

@@ -1,4 +1,4 @@
-"""What follows from "N blocks of KV": the cache groups' limits and the longest sequence, for whoever needs them.
+"""What follows from "N blocks of KV": the limits of cache groups and scheduler, and the longest sequence.
 
 Not sizes themselves (topologies/kv_sizes.py) and not a decision about N (runtime/resolve.py). Engine, ranks and client
 all ask here, so that none of them works it out a second time. No model and no torch: an engine imports neither.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..topologies.kv_sizes import KVGroup, StepLimits, group_blocks, longest_sequence
 from .config import EngineConfig
-from .scheduling.limits import GroupLimits
+from .scheduling.limits import GroupLimits, SchedulerConfig
 
 UNBOUNDED = 1 << 30
 
@@ -54,4 +54,25 @@ def kv_layout(groups: Sequence[KVGroup], limits: StepLimits, num_blocks: int) ->
             for group, size in zip(groups, sizes, strict=True)
         ),
         max_model_len=longest_sequence(groups, limits, num_blocks),
+    )
+
+
+def scheduler_limits(
+    config: EngineConfig, groups: Sequence[KVGroup], *, num_ranks: int, num_blocks: int
+) -> SchedulerConfig:
+    """Return what a group of `num_ranks` ranks with `num_blocks` blocks each plans within.
+
+    Its exchange and its end tokens are left to the engine.
+    """
+    schedule, limits = config.schedule, step_limits(config)
+    layout = kv_layout(groups, limits, num_blocks)
+    return SchedulerConfig(
+        num_ranks=num_ranks,
+        groups=layout.groups,
+        block_size=limits.block_size,
+        max_model_len=layout.max_model_len,
+        max_num_seqs=schedule.max_num_seqs,
+        max_num_batched_tokens=schedule.max_num_batched_tokens,
+        policy=schedule.policy,
+        max_queued_requests=schedule.max_queued_requests,
     )

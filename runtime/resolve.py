@@ -35,7 +35,7 @@ from ..topologies import (
 from ..topologies.hardware import available_memory_bytes, host_cores, host_memory_bytes, numa_nodes
 from .config import CacheOptions, EngineConfig
 from .gpus import gpu_memory_bytes
-from .kv_layout import kv_layout, step_limits
+from .kv_layout import UNBOUNDED, scheduler_limits, step_limits
 from .ranges import check_ranges
 from .scheduling.limits import SchedulerConfig
 
@@ -265,14 +265,6 @@ def _check_kv_format(cache: CacheOptions, dtype: NumberFormat) -> None:
 
 def _schedule_limits(config: EngineConfig, topology: Topology, footprint: ModelFootprint) -> SchedulerConfig:
     """Return what the scheduler will plan within; it refuses its limits before anything is loaded."""
-    schedule, limits = config.schedule, step_limits(config)
-    return SchedulerConfig(
-        num_ranks=topology.ep,
-        groups=kv_layout(footprint.kv_groups, limits, config.cache.num_blocks or 1).groups,
-        block_size=limits.block_size,
-        max_model_len=limits.max_model_len,
-        max_num_seqs=schedule.max_num_seqs,
-        max_num_batched_tokens=schedule.max_num_batched_tokens,
-        policy=schedule.policy,
-        max_queued_requests=schedule.max_queued_requests,
-    )
+    # On a GPU the ranks will say how many blocks they hold.
+    num_blocks = config.cache.num_blocks or UNBOUNDED
+    return scheduler_limits(config, footprint.kv_groups, num_ranks=topology.ep, num_blocks=num_blocks)

@@ -10,6 +10,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,7 +22,7 @@ from ..text import ChatTemplate, Tokenizer, check_template_kwargs
 from .checked_params import checked_params
 from .config import EngineConfig
 from .generation_defaults import GenerationDefaults, generation_defaults
-from .kv_layout import kv_layout, step_limits
+from .kv_layout import scheduler_limits
 from .messages import INVALID_REQUEST, Delta
 from .params import SamplingParams
 from .prompts import check_token_ids, model_template, model_tokenizer, with_ends
@@ -173,21 +174,14 @@ class Session:
         check_token_ids(token_ids, self.resolved.model.vocab_size)
         return checked_params(params, self.tokenizer, self.resolved.model.vocab_size)
 
-    @property
+    @cached_property
     def _limits(self) -> SchedulerConfig:
         """What every replica takes, whichever will be chosen."""
-        ready, schedule = self._replicas.ready, self.resolved.config.schedule
-        return SchedulerConfig(
+        return scheduler_limits(
+            self.resolved.config,
+            self.resolved.footprint.kv_groups,
             num_ranks=self.resolved.topology.ep,
-            groups=kv_layout(
-                self.resolved.footprint.kv_groups,
-                step_limits(self.resolved.config),
-                min(one.num_blocks for one in ready),
-            ).groups,
-            block_size=ready[0].block_size,
-            max_model_len=self.max_model_len,
-            max_num_seqs=schedule.max_num_seqs,
-            max_num_batched_tokens=schedule.max_num_batched_tokens,
+            num_blocks=min(one.num_blocks for one in self._replicas.ready),
         )
 
     def stream(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Iterator[tuple[int, Delta]]:
