@@ -7,33 +7,26 @@ again. Throughput: all prompts at once. Units: seconds, tokens, bytes.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
 
 from ...runtime.params import SamplingParams
 from ...telemetry import peak_of_family
 from ..cli_local import start
 from ..cli_values import Settings
-from ..stdout import put
 from ..terminal import counting
 from .chosen import chosen_files, chosen_samples, dataset_name
 from .datasets import FIRST_ID, Prompts, Sample
-from .plot import plot
 from .records import RequestRecord
-from .report import record, show, write_json
-from .statistics import latencies, reasons, results, summary
+from .report import publish, record
+from .statistics import reasons, results, summary
 
 if TYPE_CHECKING:
     from ...runtime.session import Session
 
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 DEFAULT_ITERS, DEFAULT_WARMUPS, DEFAULT_BATCH = 10, 2, 8
 LATENCY_INPUT_LEN, LATENCY_OUTPUT_LEN = 32, 128
-OnToken = Callable[[], None]
 
 
 def bench_latency(settings: Settings) -> int:
@@ -44,16 +37,17 @@ def bench_latency(settings: Settings) -> int:
     for name, value, least in (("num-iters", iters, 1), ("num-iters-warmup", warmups, 0), ("batch-size", batch, 1)):
         if value < least:
             raise ValueError(f"--{name} {value} is not allowed; use at least {least}")
-    output, picture = chosen_files(tool)
+    files = chosen_files(tool)
     with start(settings) as session:
         samples = chosen_samples({**tool, "num_prompts": batch}, _prompts(settings, session))
+        params = _params(settings, samples)
         every: list[RequestRecord] = []
         took: list[float] = []
         stopped = False
         try:
             with counting("batches", warmups + iters) as advance:
                 for number in range(warmups + iters):
-                    records, duration = run_samples(session, samples, _params(settings, samples), lambda: None)
+                    records, duration = run_samples(session, samples, params, lambda: None)
                     if number >= warmups:
                         every += records
                         took.append(duration)
@@ -63,14 +57,14 @@ def bench_latency(settings: Settings) -> int:
         figures = results(every, sum(took), {}) | {"batches": len(took), "max_concurrent_requests": batch}
         figures |= {f"{point}_batch_ms": 1000 * value for point, value in summary(took).items()}
         content = _content("bench latency", settings, session, tool, figures, every, batch_size=batch)
-    return _finish(content, every, (output, picture), stopped)
+    return _finish(content, every, files, stopped)
 
 
 def bench_throughput(settings: Settings) -> int:
     """Run many prompts at once and count."""
     tool = settings.tool
     dataset_name(tool)
-    output, picture = chosen_files(tool)
+    files = chosen_files(tool)
     with start(settings) as session:
         samples = chosen_samples(tool, _prompts(settings, session))
         stopped, records, duration = False, [RequestRecord() for _ in samples], 0.0
@@ -83,14 +77,14 @@ def bench_throughput(settings: Settings) -> int:
             records = [each for each in records if each.ended]
         figures = results(records, duration, {})
         content = _content("bench throughput", settings, session, tool, figures, records, num_prompts=len(samples))
-    return _finish(content, records, (output, picture), stopped)
+    return _finish(content, records, files, stopped)
 
 
 def run_samples(
     session: Session,
     samples: Sequence[Sample],
     params: Sequence[SamplingParams],
-    on_done: OnToken,
+    on_done: Callable[[], None],
     records: list[RequestRecord] | None = None,
 ) -> tuple[list[RequestRecord], float]:
     """Run all samples at once; return their records and the seconds that took.
@@ -158,14 +152,6 @@ def _content(
 
 
 def _finish(content: dict[str, Any], records: Sequence[RequestRecord], files: tuple[Any, Any], stopped: bool) -> int:
-    show(content, Console(soft_wrap=not sys.stdout.isatty()))
-    put()
-    output, picture = files
-    if output is not None:
-        write_json(output, content)
-    if picture is not None:
-        plot(latencies(records), f"{content['settings']['model']}, {content['server']['topology']}", picture)
-    if stopped:
-        print("moewe: interrupted; the figures are of what had ended", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    return 0 if content["results"]["completed"] else EXIT_FAILED
+    title = f"{content['settings']['model']}, {content['server']['topology']}"
+    interrupted = "the figures are of what had ended" if stopped else None
+    return publish(content, records, files, title=title, interrupted=interrupted)

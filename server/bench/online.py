@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from ..descriptors import raise_descriptor_limit
-from ..stdout import put
 from ..terminal import counting
 from .arrivals import arrival_times
 from .chosen import chosen_files, chosen_samples, chosen_tokenizer, dataset_name
@@ -26,14 +25,13 @@ from .client import Client, connections
 from .datasets import TRACE, Prompts, Sample
 from .dialect import Dialect
 from .load import LoadResult, run_load
-from .plot import plot, require
+from .plot import require
 from .records import RequestRecord
-from .report import record, show, write_json
+from .report import publish, record
 from .scrape import Watch, server_facts
-from .statistics import latencies, parse_goals, reasons, results
+from .statistics import parse_goals, reasons, results
 from .target import Target, read_extra_body, read_target
 
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 BUSY_SHARE = 0.85
 _Result = TypeVar("_Result")
 # Kept out of the record: where to write, what is shown elsewhere, and everything secret.
@@ -64,22 +62,15 @@ class Run:
 def bench_serve(tool: Mapping[str, Any]) -> int:
     """Measure, print, write; returns the exit code: 1 when no request succeeded, 130 when interrupted."""
     require("aiohttp", "moewe bench serve")
-    output, picture = chosen_files(tool)
+    files = chosen_files(tool)
     run = prepare(tool, os.environ)
     raise_descriptor_limit()
     console = Console(file=sys.stderr)
     load, figures, server = asyncio.run(measure(run, console))
     content = record("bench serve", run.settings, server, figures)
-    show(content, Console(soft_wrap=not sys.stdout.isatty()))
-    put()
-    if output is not None:
-        write_json(output, content)
-    if picture is not None:
-        plot(latencies(load.records), f"{run.settings['model']} at {run.settings['base_url']}", picture)
-    if load.stopped:
-        print(f"moewe: interrupted; {len(load.records)} of {len(run.samples)} requests had ended", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    return 0 if figures["completed"] else EXIT_FAILED
+    title = f"{run.settings['model']} at {run.settings['base_url']}"
+    ended = f"{len(load.records)} of {len(run.samples)} requests had ended"
+    return publish(content, load.records, files, title=title, interrupted=ended if load.stopped else None)
 
 
 def prepare(tool: Mapping[str, Any], environment: Mapping[str, str]) -> Run:

@@ -16,8 +16,6 @@ from .statistics import LATENCIES, summary
 
 EXTRA = "pip install 'moewe[bench]'"
 BINS = 60
-_TITLES = {"ttft": "time to first token", "tpot": "time per output token", "itl": "inter-token latency",
-           "e2el": "end to end"}  # fmt: skip
 _LINES = {"median": "tab:green", "p95": "tab:orange", "p99": "tab:red"}
 
 
@@ -43,9 +41,9 @@ def plot(latencies: Mapping[str, Sequence[float]], title: str, path: Path) -> No
 
     figure = Figure(figsize=(11, 7), layout="constrained")
     figure.suptitle(title)
-    for axes, name in zip(figure.subplots(2, 2).flat, LATENCIES, strict=True):
+    for axes, (name, what) in zip(figure.subplots(2, 2).flat, LATENCIES.items(), strict=True):
         values = 1000 * np.asarray(latencies.get(name, ()), dtype=np.float64)
-        axes.set(title=f"{_TITLES[name]} ({values.size})", xlabel="ms", ylabel="count")
+        axes.set(title=f"{what} ({values.size})", xlabel="ms", ylabel="count")
         if not values.size:
             axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes)
             continue

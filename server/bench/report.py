@@ -1,4 +1,4 @@
-"""A run as a table for people and as JSON for programs.
+"""A run as a table for people, as JSON for programs and as a picture; and the exit code that sums it up.
 
 Not the figures (server/bench/statistics.py). Nothing secret is written: of headers only names, no API key.
 Units: as the key names and the table's own words say.
@@ -10,8 +10,9 @@ import datetime
 import json
 import math
 import os
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .statistics import LATENCIES, POINTS
+from ..stdout import put
+from .plot import plot
+from .records import RequestRecord
+from .statistics import LATENCIES, POINTS, latencies
 
 SCHEMA = 1
-_NAMES = {"ttft": "time to first token", "tpot": "time per output token", "itl": "inter-token latency",
-          "e2el": "end to end"}  # fmt: skip
+EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 _ROWS = (
     ("completed", "requests completed", "d"),
     ("failed", "requests failed", "d"),
@@ -58,6 +61,36 @@ def record(
         "server": dict(server),
         "results": dict(figures),
     }
+
+
+def publish(
+    content: Mapping[str, Any],
+    records: Sequence[RequestRecord],
+    files: tuple[Path | None, Path | None],
+    *,
+    title: str,
+    interrupted: str | None,
+) -> int:
+    """Print a record, write it and its picture where they are wanted; return the exit code.
+
+    Args:
+        content: see `record`.
+        records: of the requests, for the picture.
+        files: for the record and for the picture, see `chosen_files`.
+        title: of the picture.
+        interrupted: what to say of a run that was, and None of one that was not.
+    """
+    show(content, Console(soft_wrap=not sys.stdout.isatty()))
+    put()
+    output, picture = files
+    if output is not None:
+        write_json(output, content)
+    if picture is not None:
+        plot(latencies(records), title, picture)
+    if interrupted is not None:
+        print(f"moewe: interrupted; {interrupted}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0 if content["results"]["completed"] else EXIT_FAILED
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -105,7 +138,7 @@ def show(content: Mapping[str, Any], console: Console) -> None:
         for point, _ in POINTS:
             table.add_column(point, justify="right")
         for name in shown:
-            table.add_row(_NAMES[name], *(f"{results[f'{point}_{name}_ms']:.2f}" for point, _ in POINTS))
+            table.add_row(LATENCIES[name], *(f"{results[f'{point}_{name}_ms']:.2f}" for point, _ in POINTS))
         console.print(table)
     for reason, count in results.get("errors", {}).items():
         console.print(f"{count} failed: {reason}", style="red", markup=False, highlight=False, soft_wrap=True)

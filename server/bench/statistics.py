@@ -15,7 +15,8 @@ import numpy as np
 
 from .records import RequestRecord
 
-LATENCIES = ("ttft", "tpot", "itl", "e2el")
+LATENCIES = {"ttft": "time to first token", "tpot": "time per output token", "itl": "inter-token latency",
+             "e2el": "end to end"}  # fmt: skip
 POINTS = (("mean", None), ("median", 50.0), ("p95", 95.0), ("p99", 99.0))
 GOALS = ("ttft", "tpot", "e2el")
 
