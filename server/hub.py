@@ -57,11 +57,6 @@ class Call:
         """Return the id under which prompt number `index` runs."""
         return f"{self.call_id}-{index}"
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Prompt tokens of all prompts."""
-        return sum(times.num_prompt_tokens for times in self._times)
-
     async def next(self) -> list[tuple[int, Delta]]:
         """Wait for news; return all there are as (index of the prompt, delta). Empty when all prompts ended."""
         while not self._arrived and self._open:
