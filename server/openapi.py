@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from .field_table import CHAT_ONLY, COMPLETIONS_ONLY, IGNORED, UNSUPPORTED
+from .intake import MOST_PROMPTS
 from .openapi_answers import ANSWERS, STATUSES, Schema, ref
 from .options import VERSION
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 GENERATING = {"400", "401", "404", "408", "413", "429", "500", "503"}
 _BODIES: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest, TokenizeText, TokenizeChat, Detokenize)
-# Open without a key, as server/guard.py has it.
-_OPEN = ("/health", "/ready")
 
 
 def document(state: ServerState | None = None) -> Schema:
@@ -30,12 +29,11 @@ def document(state: ServerState | None = None) -> Schema:
     schemas = {**ANSWERS, **_body_schemas(state)}
     paths = _paths()
     secured = state is not None and bool(state.options.api_keys)
-    for path, item in paths.items():
-        for operation in item.values():
-            if secured:
-                operation["security"] = [] if path in _OPEN else [{"bearer": []}]
-            if not secured or path in _OPEN:
-                operation["responses"].pop("401", None)
+    for operation in (operation for item in paths.values() for operation in item.values()):
+        if secured:
+            operation["security"] = [{"bearer": []}] if "401" in operation["responses"] else []
+        else:
+            operation["responses"].pop("401", None)
     components: Schema = {"schemas": schemas}
     if secured:
         components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
@@ -92,7 +90,7 @@ def _bounded(schemas: dict[str, Schema], state: ServerState | None) -> None:
                 schema["properties"]["model"]["enum"] = [*state.names]
     ids: Schema = {"type": "array", "items": token, "minItems": 1}
     text: Schema = {"type": "string"}
-    several: Schema = {"type": "array", "items": {"anyOf": [text, ids]}, "minItems": 1, "maxItems": 2048}
+    several: Schema = {"type": "array", "items": {"anyOf": [text, ids]}, "minItems": 1, "maxItems": MOST_PROMPTS}
     prompt = schemas["CompletionRequest"]["properties"]["prompt"]
     prompt.pop("type", None)
     prompt["anyOf"] = [text, ids, several]
