@@ -120,6 +120,8 @@ class Answer(ABC):
         self._head = {"id": f"{self.prefix}-{call.call_id}", "created": int(time.time()), "model": shape.model}
         self.choices = [Choice(self.shown.offsets()) for _ in call.num_tokens]
         self._pieces: dict[int, Piece] = {}
+        # Chunks within an answer differ in their text alone, so that they need not be encoded each.
+        self._only_text = shape.top is None and not shape.token_ids and not shape.continuous_usage
 
     def body(self) -> dict[str, Any]:
         """Return the whole answer, once all choices ended."""
@@ -146,7 +148,13 @@ class Answer(ABC):
 
     def events(self, index: int, delta: Delta) -> bytes:
         """Return `chunks` as events."""
+        if self._only_text and delta.finish_reason is None:
+            return self.text_events(index, delta)
         return b"".join(map(event, self.chunks(index, delta)))
+
+    @abstractmethod
+    def text_events(self, index: int, delta: Delta) -> bytes:
+        """Return `events` of a delta within an answer whose chunks differ in their text alone."""
 
     def closing(self) -> list[dict[str, Any]]:
         """Return the chunk of totals, when asked."""
@@ -160,14 +168,8 @@ class Answer(ABC):
     def whole(self, index: int, choice: Choice) -> dict[str, Any]:
         """Return one finished choice."""
 
-    @property
-    def _only_text(self) -> bool:
-        """True when chunks within an answer differ in their text alone, so that they need not be encoded each."""
-        shape = self.shape
-        return shape.top is None and not shape.token_ids and not (shape.include_usage and shape.continuous_usage)
-
     def _with_text(self, index: int, text: str) -> bytes:
-        """Return the event of a choice's chunk with nothing but text; only where `_only_text`."""
+        """Return the event of a choice's chunk with nothing but text."""
         piece = self._pieces.get(index)
         if piece is None:
             piece = self._pieces[index] = Piece(lambda mark: self.text_chunk(index, mark))

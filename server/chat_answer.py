@@ -57,10 +57,8 @@ class ChatAnswer(Answer):
             chunks.append(self._choice_chunk(index, {}, parts.finish_reason(delta.finish_reason)))
         return chunks
 
-    def events(self, index: int, delta: Delta) -> bytes:
-        """Return `chunks` as events."""
-        if delta.finish_reason is not None or not self._only_text:
-            return super().events(index, delta)
+    def text_events(self, index: int, delta: Delta) -> bytes:
+        """Return `events` of a delta within an answer whose chunks differ in their text alone."""
         parts = self._parts[index].take(delta)
         return b"".join(
             self._with_text(index, part["content"])

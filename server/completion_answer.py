@@ -21,12 +21,11 @@ class CompletionAnswer(Answer):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._waiting: dict[
-            int, list[tuple[int, Delta]]
-        ] = {}  # by prompt, until the prompt's log-probabilities are here
         self._waits = bool(self.shape.echo) and self.shape.top is not None
-        if self._waits:
-            self._waiting = {prompt: [] for prompt in range(len(self.shape.prompts))}
+        # By prompt, until its log-probabilities are here.
+        self._waiting: dict[int, list[tuple[int, Delta]]] = {
+            prompt: [] for prompt in range(len(self.shape.prompts)) if self._waits
+        }
 
     def opening(self) -> list[dict[str, Any]]:
         """Return the chunks of the prompts, where there is nothing to wait for."""
@@ -49,10 +48,8 @@ class CompletionAnswer(Answer):
         chunks = [self._echo(prompt * self.shape.n + choice) for choice in range(self.shape.n)]
         return chunks + [chunk for waiting in self._waiting.pop(prompt) for chunk in self._new(*waiting)]
 
-    def events(self, index: int, delta: Delta) -> bytes:
-        """Return `chunks` as events."""
-        if delta.finish_reason is not None or self._waits or not self._only_text:
-            return super().events(index, delta)
+    def text_events(self, index: int, delta: Delta) -> bytes:
+        """Return `events` of a delta within an answer whose chunks differ in their text alone."""
         return self._with_text(index, delta.text) if delta.text else b""
 
     def text_chunk(self, index: int, text: str) -> dict[str, Any]:
