@@ -77,7 +77,7 @@ class Scheduler:
         """Queue `request`, or raise AdmissionError if it can never run, QueueFullError if too many wait."""
         if request.request_id in self._requests:
             raise AdmissionError(f"request_id {request.request_id!r} is already in use; choose another")
-        max_length = check_fits(request, self.config)
+        max_length = check_fits(len(request.prompt_token_ids), request.params.max_tokens, self.config)
         if self.num_running + self.num_waiting >= self.config.most_requests:
             raise QueueFullError(
                 f"{self.num_running} requests run and {self.num_waiting} wait already, and max_queued_requests is "

@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import msgspec
-import numpy as np
 
 from ..models.source import resolve_model
 from ..text import ChatTemplate, Tokenizer, check_template_kwargs
@@ -30,7 +29,6 @@ from .replicas import OnLoading, ReplicaLost, ReplicaSet
 from .resolve import Resolved, check_checkpoint, resolve
 from .scheduling.admission import check_fits
 from .scheduling.limits import SchedulerConfig
-from .scheduling.request import Request
 
 log = logging.getLogger(__name__)
 
@@ -169,8 +167,7 @@ class Session:
             ValueError: the prompt is empty, too long, or holds an id that is no token; or the parameters ask for more
                 than there is.
         """
-        request = Request(request_id="", prompt_token_ids=np.empty(len(token_ids), np.int32), params=params)
-        check_fits(request, self._limits)
+        check_fits(len(token_ids), params.max_tokens, self._limits)
         check_token_ids(token_ids, self.resolved.model.vocab_size)
         return checked_params(params, self.tokenizer, self.resolved.model.vocab_size)
 

@@ -25,12 +25,14 @@ class QueueFullError(AdmissionError):
     """A request that could be taken later: too many wait already."""
 
 
-def check_fits(request: Request, config: SchedulerConfig) -> int:
-    """Return the total length at which `request` ends; raise AdmissionError if it could never run to there.
+def check_fits(prompt: int, asked: int | None, config: SchedulerConfig) -> int:
+    """Return the total length at which a request ends; raise AdmissionError if it could never run to there.
 
-    Without `max_tokens` a request may fill the context, or the whole pool of a rank if that is less.
+    Args:
+        prompt: tokens of its prompt.
+        asked: its `max_tokens`; without them it may fill the context, or the whole pool of a rank if that is less.
+        config: the limits.
     """
-    prompt, asked = len(request.prompt_token_ids), request.params.max_tokens
     if prompt < 1:
         raise AdmissionError("prompt has 0 tokens; send at least 1")
     if prompt >= config.max_model_len:
