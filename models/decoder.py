@@ -7,7 +7,7 @@ Shapes: T rows of this rank, S rows that sample, D width, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from .config import ModelConfig
 from .latent import LatentAttentionBlock
 from .layers import AttentionBlock, Norm, RowPositions, query_temperature
 from .rotary import Rotary
-from .weights import DenseFFN, LayerWeights, ModelWeights
+from .weights import DenseFFN, LayerWeights, ModelWeights, held_bytes
 
 # Of a `LayerWeights`: what is not read by its attention.
 _FFN_FIELDS = ("post_attention_norm", "post_attention_norm_bias", "dense", "moe")
@@ -202,17 +202,10 @@ class Decoder:
             counters.add_bytes("kv", (attention.kv_tokens_read + num_rows) * group.bytes_per_token())
 
 
-def _held_bytes(node: object) -> int:
-    """Return the bytes of a tensor, or of all tensors of a record."""
-    if isinstance(node, torch.Tensor):
-        return num_bytes(node)
-    return sum(_held_bytes(getattr(node, item.name)) for item in fields(node)) if is_dataclass(node) else 0
-
-
 def _attention_bytes(layer: LayerWeights) -> int:
-    return sum(_held_bytes(getattr(layer, item.name)) for item in fields(layer) if item.name not in _FFN_FIELDS)
+    return sum(held_bytes(getattr(layer, item.name)) for item in fields(layer) if item.name not in _FFN_FIELDS)
 
 
 def _dense_bytes(layer: LayerWeights) -> int:
     """Weights of a layer that are neither attention's nor the MoE layer's own affair (it counts router and shared)."""
-    return num_bytes(layer.post_attention_norm, layer.post_attention_norm_bias) + _held_bytes(layer.dense)
+    return num_bytes(layer.post_attention_norm, layer.post_attention_norm_bias) + held_bytes(layer.dense)

@@ -152,7 +152,12 @@ class ModelWeights:
     @property
     def num_bytes(self) -> int:
         """Exact bytes of all tensors held."""
-        return sum(tensor.numel() * tensor.element_size() for _, tensor in self.tensors())
+        return sum(tensor.nbytes for _, tensor in self.tensors())
+
+
+def held_bytes(node: object) -> int:
+    """Return the exact bytes of all tensors in a record (or of one); 0 for None."""
+    return sum(tensor.nbytes for _, tensor in _walk("", node))
 
 
 def _walk(path: str, node: object) -> Iterator[tuple[str, torch.Tensor]]:

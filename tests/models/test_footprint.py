@@ -1,6 +1,6 @@
 """Footprints against tensors that were really loaded."""
 
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ import torch
 from moewe.models.families import load_config
 from moewe.models.footprint import cache_groups, model_footprint
 from moewe.models.loading import LoadOptions, load_weights
+from moewe.models.weights import held_bytes
 from tests.support.fixtures import FIXTURES, checkpoint
 from tests.support.quantised import fp8_checkpoint, mxfp4_checkpoint
 
@@ -44,13 +45,6 @@ def test_footprint_is_what_loading_holds(name, dtype):
     assert footprint.attention_bytes == sum(
         held_bytes(getattr(layer, n)) for layer in weights.layers for n in attention
     )
-
-
-def held_bytes(node: object) -> int:
-    """Return the bytes of all tensors below a record; 0 for None."""
-    if isinstance(node, torch.Tensor):
-        return node.nbytes
-    return sum(held_bytes(getattr(node, item.name)) for item in fields(node)) if is_dataclass(node) else 0
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
