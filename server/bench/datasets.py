@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -210,10 +210,7 @@ def trace_samples(
     if not made:
         raise ValueError(f"--dataset-path {str(path)!r} holds no request")
     start = min(sample.arrival or 0.0 for sample in made)
-    shifted = [
-        Sample(prompt=s.prompt, prompt_len=s.prompt_len, output_len=s.output_len, arrival=(s.arrival or 0.0) - start)
-        for s in made
-    ]
+    shifted = [replace(sample, arrival=(sample.arrival or 0.0) - start) for sample in made]
     return sorted(shifted, key=lambda sample: sample.arrival or 0.0)
 
 

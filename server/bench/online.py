@@ -47,6 +47,7 @@ class Run:
     Attributes:
         samples: to send, at `arrivals`.
         goals: limits in ms.
+        extra: further fields of every request.
         settings: for the record; nothing secret.
         tool: values of the flags.
     """
@@ -55,6 +56,7 @@ class Run:
     samples: list[Sample]
     arrivals: list[float]
     goals: dict[str, float]
+    extra: dict[str, Any]
     settings: dict[str, Any]
     tool: Mapping[str, Any]
 
@@ -77,8 +79,8 @@ def prepare(tool: Mapping[str, Any], environment: Mapping[str, str]) -> Run:
     """Return what to measure, everything checked that can be without a server."""
     target = read_target(tool, environment)
     goals = parse_goals(tool.get("goodput", ()))
-    read_extra_body(tool.get("extra_body"))
-    seed, rate = tool.get("seed", 0), tool.get("request_rate")
+    extra = read_extra_body(tool.get("extra_body"))
+    seed, rate = tool.get("seed", 0), tool.get("request_rate", math.inf)
     for name, least in (("max_concurrency", 1), ("num_warmups", 0), ("seed", 0)):
         if name in tool and tool[name] < least:
             raise ValueError(f"--{name.replace('_', '-')} {tool[name]} is not allowed; use at least {least}")
@@ -86,7 +88,8 @@ def prepare(tool: Mapping[str, Any], environment: Mapping[str, str]) -> Run:
         raise ValueError(f"--timeout {tool['timeout']:g} is not allowed; use a number of seconds above 0")
     if not 0 <= tool.get("temperature", 0.0) < math.inf:
         raise ValueError(f"--temperature {tool['temperature']:g} is not allowed; use 0 or more")
-    if dataset_name(tool) == TRACE and (rate is not None or "burstiness" in tool):
+    dataset = dataset_name(tool)
+    if dataset == TRACE and tool.keys() & {"request_rate", "burstiness"}:
         raise ValueError(
             "--request-rate and --burstiness say nothing about a trace, which has its own times; --trace-speed"
         )
@@ -100,23 +103,24 @@ def prepare(tool: Mapping[str, Any], environment: Mapping[str, str]) -> Run:
     if any(sample.arrival is not None for sample in samples):
         arrivals = [sample.arrival or 0.0 for sample in samples]
     else:
-        pace = math.inf if rate is None else rate
-        arrivals = arrival_times(len(samples), pace, burstiness=tool.get("burstiness", 1.0), seed=seed)
+        arrivals = arrival_times(len(samples), rate, burstiness=tool.get("burstiness", 1.0), seed=seed)
     settings = {
         "base_url": target.root,
         "endpoint": target.url.removeprefix(target.root),
         "model": tool.get("model"),
-        "dataset_name": dataset_name(tool),
+        "dataset_name": dataset,
         "num_prompts": len(samples),
         "prompt_form": "ids" if isinstance(samples[0].prompt, list) else "text",
-        "request_rate": None if dataset_name(tool) == TRACE else (math.inf if rate is None else rate),
+        "request_rate": None if dataset == TRACE else rate,
         "max_concurrency": None,
         "seed": seed,
         **{name: value for name, value in tool.items() if name not in _NOT_SETTINGS},
         "goodput_ms": goals or None,
         "headers": sorted(target.headers.keys() - {"Authorization"}) or None,
     }
-    return Run(target=target, samples=samples, arrivals=arrivals, goals=goals, settings=settings, tool=tool)
+    return Run(
+        target=target, samples=samples, arrivals=arrivals, goals=goals, extra=extra, settings=settings, tool=tool
+    )
 
 
 async def measure(run: Run, console: Console) -> tuple[LoadResult, dict[str, Any], dict[str, Any]]:
@@ -188,7 +192,7 @@ def _dialect(run: Run) -> Dialect:
         model=run.settings["model"],
         ignore_eos=bool(tool.get("ignore_eos")),
         temperature=tool.get("temperature"),
-        extra=read_extra_body(tool.get("extra_body")),
+        extra=run.extra,
     )
 
 
