@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from .config import RotaryConfig, RotaryScaling
-from .family import Family
+from .family import Family, switched
 from .json_fields import Fields, show
 
 MAX_POSITIONS, MAX_FACTOR, MAX_THETA = 1 << 30, 1e6, 1e12
@@ -78,12 +78,11 @@ def parse_positions(fields: Fields, family: Family, width: int) -> Positions:
         scaling = _llama3(section, original)
     elif kind == "longrope":
         scaling = _longrope(section, original, max_position, rotary_dim // 2, family.own_amplitudes)
-    interleaved = family.rotary_interleaved
     return Positions(
         rotary=RotaryConfig(
             theta=theta,
             rotary_dim=rotary_dim,
-            interleaved=interleaved if isinstance(interleaved, bool) else fields.flag(interleaved, default=True),
+            interleaved=switched(fields, family.rotary_interleaved),
             scaling=scaling,
         ),
         max_position=min(max_position, MAX_POSITIONS),
