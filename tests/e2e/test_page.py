@@ -31,7 +31,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    # A browser comes with the system, not with pip. Without one, tests/server/test_page.py still holds files and policy.
+    # A browser comes with the system, not with pip. tests/server/test_page.py holds files and policy without one.
     if BROWSER is None:
         pytest.skip("NOT TESTED: the built-in page, as no chromium is installed here (apt-get install chromium)")
     from playwright.sync_api import sync_playwright
