@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import cache
 from html import escape
-from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI
@@ -19,7 +18,7 @@ from .openapi_answers import Schema
 from .page import PAGE_HEADERS
 from .state import ServerState
 
-DOCS_PATHS = frozenset({"/docs", "/static/docs.css"})
+DOCS_PATHS = frozenset({"/docs"})
 _LIMITS = {
     "minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "to {}", "minLength": "at least {} characters",
     "maxLength": "at most {} characters", "minItems": "at least {} entries", "maxItems": "at most {} entries",
@@ -29,15 +28,11 @@ _LIMITS = {
 
 def add_docs(app: FastAPI, state: ServerState) -> None:
     """Add the routes."""
-    page, style = _files()
+    page = _page()
 
     @app.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)
     async def docs() -> Response:
         return Response(page, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
-
-    @app.api_route("/static/docs.css", methods=["GET", "HEAD"], include_in_schema=False)
-    async def css() -> Response:
-        return Response(style, media_type="text/css; charset=utf-8", headers=PAGE_HEADERS)
 
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:
@@ -45,9 +40,8 @@ def add_docs(app: FastAPI, state: ServerState) -> None:
 
 
 @cache
-def _files() -> tuple[str, str]:
-    style = resources.files(__package__).joinpath("static").joinpath("docs.css")
-    return docs_page(document()), style.read_text("utf-8")
+def _page() -> str:
+    return docs_page(document())
 
 
 def docs_page(content: Schema) -> str:

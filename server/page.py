@@ -1,4 +1,4 @@
-"""The built-in web page: three files, read at start and served under fixed names with a strict policy.
+"""The built-in web page and its files, read at start and served under fixed names with a strict policy.
 
 Not an application framework: no templates, no build step, no data of ours in the files. Whoever opens the page asks the
 API with a key of his own. Units: bytes.
@@ -28,6 +28,7 @@ PAGE_HEADERS = {
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/static/chat.css": ("chat.css", "text/css; charset=utf-8"),
+    "/static/docs.css": ("docs.css", "text/css; charset=utf-8"),
     "/static/chat.js": ("chat.js", "text/javascript; charset=utf-8"),
     "/static/icon.svg": ("icon.svg", "image/svg+xml"),
 }
@@ -35,7 +36,7 @@ PAGE_PATHS = frozenset(_FILES)
 
 
 def add_page(app: FastAPI) -> None:
-    """Add the routes of the page."""
+    """Add the routes of the page, and of the style of the one at /docs."""
     folder = resources.files(__package__).joinpath("static")
     for path, (name, kind) in _FILES.items():
         app.add_api_route(path, _sender(folder.joinpath(name).read_bytes(), kind), methods=["GET", "HEAD"],

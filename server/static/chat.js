@@ -63,10 +63,7 @@ async function connect() {
     }
     byId("model").textContent = error.status === 503 ? error.message : "no connection to the server";
     setTimeout(connect, 2000);
-    return;
   }
-  // A link opened by the browser carries no key: it is only shown where it works.
-  fetch("docs", { cache: "no-store" }).then((answer) => { byId("docs").hidden = !answer.ok; }, () => {});
 }
 
 // Calls `take` with the content of each server-sent event until [DONE].
