@@ -1,6 +1,6 @@
 """A matrix, or a stack of them, in a quantised format: packed data, scales and the scheme that joins them.
 
-Not a kernel and not a quantiser: it moves, selects, dequantises and knows its exact bytes.
+Not a kernel and not a quantiser: it selects, dequantises and knows its exact bytes.
 Letters: N rows (outputs), D columns (inputs), S matrices of a stack. Units: bytes of data and scales as held.
 """
 
@@ -40,15 +40,6 @@ class QuantScheme:
         """Return the shape of the scales of a matrix: one a block, begun blocks too."""
         return (-(-rows // self.block[0]), -(-columns // self.block[1]))
 
-    def num_bytes(self, rows: int, columns: int) -> int:
-        """Return the exact bytes of a matrix, scales included."""
-        (data_rows, data_columns), (scale_rows, scale_columns) = (
-            self.data_shape(rows, columns),
-            self.scales_shape(rows, columns),
-        )
-        data, scales = DATA_DTYPES[self.kind].itemsize, SCALE_DTYPES[self.kind].itemsize
-        return data_rows * data_columns * data + scale_rows * scale_columns * scales
-
 
 MXFP4_SCHEME = QuantScheme(kind=MXFP4, block=(1, 32))
 
@@ -87,15 +78,6 @@ class QuantTensor:
     def num_bytes(self) -> int:
         """Exact bytes of data and scales."""
         return self.data.nbytes + self.scales.nbytes
-
-    @property
-    def device(self) -> torch.device:
-        """Where it lies."""
-        return self.data.device
-
-    def to(self, device: torch.device) -> QuantTensor:
-        """Return it on `device`."""
-        return replace(self, data=self.data.to(device), scales=self.scales.to(device))
 
     def select(self, slot: int) -> QuantTensor:
         """Return matrix number `slot` of a stack, sharing memory with it."""

@@ -100,10 +100,9 @@ def test_a_stack_is_selected_by_slot_and_dequantised_whole():
 
 
 def test_bytes_are_exact():
-    assert mxfp4(3, 8, 64).num_bytes == 3 * 8 * (32 + 2) == 3 * MXFP4_SCHEME.num_bytes(8, 64)
-    assert fp8(1000, 136).num_bytes == 1000 * 136 + 8 * 2 * 4 == DEEPSEEK.num_bytes(1000, 136)
-    moved = fp8(192, 320).to(torch.device("cpu"))
-    assert moved.device.type == "cpu" and moved.num_bytes == 192 * 320 + 2 * 3 * 4
+    assert mxfp4(3, 8, 64).num_bytes == 3 * 8 * (32 + 2)
+    assert fp8(1000, 136).num_bytes == 1000 * 136 + 8 * 2 * 4
+    assert fp8(192, 320).num_bytes == 192 * 320 + 2 * 3 * 4
 
 
 def test_shapes_that_do_not_fit_together_are_ours_to_notice():
