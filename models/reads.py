@@ -127,15 +127,9 @@ class RearrangedRead:
             rows = _dequantized(rows, *piece.scales)
         if piece.transposed:
             rows = rows.T
-        grouped, start, spans = (
-            torch.unflatten(rows, 0, (piece.groups, -1)),
-            0,
-            Spans(),
-        )  # [groups, rows of all parts, ...]
-        for count, targets in zip(piece.rows, self.targets):
-            share = count // piece.groups
-            part = grouped[:, start : start + share]
-            start += share
+        grouped, spans = torch.unflatten(rows, 0, (piece.groups, -1)), Spans()  # [groups, rows of all parts, ...]
+        shares = [count // piece.groups for count in piece.rows]
+        for part, targets in zip(torch.split(grouped, shares, dim=1), self.targets):
             for target in targets:
                 target.view(part.shape).copy_(part)
                 spans.append(_span(target))
