@@ -99,10 +99,9 @@ class AttentionBlock:
         self._norm_after_rotary = config.qk_norm_after_rotary
         if self._qk_norm in ("head", "full"):
             assert weights.q_norm is not None and weights.k_norm is not None, "QK-norm, but its weights are missing"
-        if self._qk_norm == "head":  # one norm for all heads of q and k: [H + Hkv, Dh]
-            assert weights.q_norm is not None and weights.k_norm is not None
-            parts = (weights.q_norm.expand(config.num_heads, -1), weights.k_norm.expand(config.num_kv_heads, -1))
-            self._head_norm = torch.cat(parts)
+            if self._qk_norm == "head":  # one norm for all heads of q and k: [H + Hkv, Dh]
+                parts = (weights.q_norm.expand(config.num_heads, -1), weights.k_norm.expand(config.num_kv_heads, -1))
+                self._head_norm = torch.cat(parts)
 
     def __call__(
         self, x: torch.Tensor, positions: RowPositions, storage: KVStorage, batch: AttentionBatch
