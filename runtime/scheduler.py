@@ -84,7 +84,7 @@ class Scheduler:
                 f"{self.config.max_queued_requests}; try again later or raise it"
             )
         request.max_length = max_length
-        request.constrained = request.awaits_mask = request.constrained or request.params.structured is not None
+        request.awaits_mask = request.constrained
         request.state = RequestState.WAITING
         self._requests[request.request_id] = request
         self._queue.push(request)
@@ -100,14 +100,6 @@ class Scheduler:
     def finish(self, request_id: str) -> bool:
         """End a request whose text is complete (a stop string); tokens in flight are ignored. Returns as `abort`."""
         return self.abort(request_id)
-
-    def hold(self, request_id: str) -> bool:
-        """Let a request sample only with masks from its next planned token on; False if there is no such request."""
-        if (request := self._requests.get(request_id)) is None:
-            return False
-        request.constrained = request.awaits_mask = True
-        self._mark(request)
-        return True
 
     def release(self, request_id: str, mask: bytes | None) -> bool:
         """Give a constrained request the mask of its next token, once a token; False if there is no such request.
@@ -127,13 +119,9 @@ class Scheduler:
         if mask is not None and not any(mask):
             raise ValueError(f"the mask of request {request_id!r} allows no token")
         request.mask, request.awaits_mask = mask, False
-        self._mark(request)
-        return True
-
-    def _mark(self, request: Request) -> None:
         if request.state is RequestState.RUNNING:
-            at = request.rank, request.slot
-            self._batch.constrained[at], self._batch.held[at] = request.constrained, request.awaits_mask
+            self._batch.held[request.rank, request.slot] = False
+        return True
 
     # --- planning ----------------------------------------------------------------------------------------------------
     def schedule(self) -> StepPlan | None:

@@ -45,7 +45,6 @@ class Request:
         last_step: last step planned for that sequence before it lost its slot.
         first_scheduled: when its first step was planned; 0 before.
         num_preemptions: how often it lost its slot to others.
-        constrained: it samples only with a mask of its own, one a token (see `Scheduler.release`).
         awaits_mask: the mask of its next token has not come.
         num_prompt_logprobs: places of the prompt whose log-probabilities were reported.
         mask: of its next token, in the form of `TokenMask.words`; None allows all.
@@ -66,7 +65,6 @@ class Request:
     last_step: int = -1
     first_scheduled: float = 0.0
     num_preemptions: int = 0
-    constrained: bool = False
     awaits_mask: bool = False
     mask: bytes | None = None
     num_prompt_logprobs: int = 0
@@ -75,6 +73,11 @@ class Request:
     def num_tokens(self) -> int:
         """Known tokens: the prompt and what was generated."""
         return len(self.prompt_token_ids) + len(self.generated)
+
+    @property
+    def constrained(self) -> bool:
+        """True when it samples only with a mask of its own, one a token (see `Scheduler.release`)."""
+        return self.params.structured is not None
 
     @property
     def is_judged(self) -> bool:

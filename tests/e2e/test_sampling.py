@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moewe.runtime.params import SamplingParams
+from moewe.runtime.params import SamplingParams, StructuredSpec
 from moewe.runtime.plan import unpack
 from moewe.runtime.ranks.masks import pack_mask
 from tests.support.comparison import compare_with_reference
@@ -93,8 +93,8 @@ def test_masks_leave_what_they_allow_and_others_run_as_ever(topology: str) -> No
     alone = generate(path, prompts, params=seeded(3, logprobs=5)).outcomes
     with Group(path, Setup(topology=topology)) as group:
         for i, prompt in enumerate(prompts):
-            group.submit(str(i), prompt, seeded(3, logprobs=5, max_tokens=24))
-        group.scheduler.hold("1")
+            structured = StructuredSpec(kind="json_object") if i == 1 else None  # its masks are made below
+            group.submit(str(i), prompt, seeded(3, logprobs=5, max_tokens=24, structured=structured))
         request, given = group.request("1"), 0
         while group.step():
             if request.awaits_mask and given == len(request.generated) < 24:

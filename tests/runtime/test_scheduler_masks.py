@@ -23,9 +23,7 @@ def config_of(**changes: object) -> SchedulerConfig:
 
 
 def constrained(name: str, prompt: int, max_tokens: int) -> Request:
-    request = make_request(name, prompt, max_tokens)
-    request.constrained = True
-    return request
+    return make_request(name, prompt, max_tokens, structured=StructuredSpec(kind="json_object"))
 
 
 def mask_of(number: int) -> bytes:
@@ -105,22 +103,6 @@ def test_admission_is_told_even_when_no_row_runs():
         if bound.awaits_mask:
             engine.scheduler.release("bound", ALL)
     engine.check_tokens([bound])
-
-
-def test_hold_begins_at_the_next_planned_token():
-    engine = NullEngine(config_of())
-    request = make_request("a", 2, 8)
-    engine.add(request)
-    engine.step()
-    engine.step()  # two tokens planned
-    assert engine.scheduler.hold("a")
-    while engine.scheduler.num_in_flight:
-        engine.step()
-    assert len(engine.tokens["a"]) == 2 and engine.scheduler.schedule() is None
-    engine.scheduler.release("a", ALL)
-    engine.step()
-    assert masks_in(engine) == [(0, ALL)]
-    assert not engine.scheduler.hold("b")
 
 
 def test_wrong_releases():

@@ -54,7 +54,7 @@ def expected_tokens(request: Request) -> list[int]:
 
 def make_request(name: str, prompt: int, max_tokens: int | None = None, **fields: object) -> Request:
     """Return a request of `prompt` tokens that ignores EOS; `fields` go to SamplingParams or Request."""
-    params = {"ignore_eos": True, "logprobs": None, "prompt_logprobs": None}
+    params = {"ignore_eos": True, "logprobs": None, "prompt_logprobs": None, "structured": None}
     params |= {key: fields.pop(key) for key in list(fields) if key in params}
     seed = int(fields.pop("seed", sum(map(ord, name))))  # type: ignore[call-overload]
     ids = np.array([(seed + 3 * i) % 1000 for i in range(prompt)], np.int32)
