@@ -21,7 +21,7 @@ from moewe.server.keys import KEY_VARIABLE, MOST_FILE_BYTES, KeyCheck, gather_ke
 from moewe.server.options import ServerOptions
 from moewe.server.state import ServerState
 from tests.support.asking import fake
-from tests.support.fake_replicas import make_state, with_server
+from tests.support.fake_replicas import connect, make_state, with_server
 
 KEY, OTHER = "s3cret-of-the-first", "s3cret-of-the-second"
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "CONNECT", "get", "NONSENSE")
@@ -150,7 +150,7 @@ def test_open_paths_are_the_probes_and_the_pages_and_tell_nothing() -> None:
 )  # fmt: skip
 def test_no_request_line_gets_around_the_door(line: str) -> None:
     async def run(client: httpx.AsyncClient) -> bytes:
-        reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+        reader, writer = await connect(client)
         writer.write(f"{line}\r\nhost: moewe\r\nconnection: close\r\n\r\n".encode())
         answer = await asyncio.wait_for(reader.read(), 5)
         writer.close()

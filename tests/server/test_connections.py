@@ -11,14 +11,10 @@ import httpx
 import pytest
 
 from tests.support.asking import fake
-from tests.support.fake_replicas import FakeReplicas, make_state, tokenizer, with_server
+from tests.support.fake_replicas import FakeReplicas, connect, make_state, on_the_wire, tokenizer, with_server
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
 MODELS = b"GET /v1/models HTTP/1.1\r\nhost: a\r\n\r\n"
-
-
-async def connect(client: httpx.AsyncClient) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    return await asyncio.open_connection(client.base_url.host, client.base_url.port)
 
 
 async def rest(reader: asyncio.StreamReader, within: float = 5.0) -> bytes:
@@ -52,9 +48,7 @@ def test_a_further_request_must_come_whole_too_and_a_long_answer_is_not_cut(monk
 
     async def run(client: httpx.AsyncClient) -> tuple[bytes, bytes]:
         reader, writer = await connect(client)
-        body = json.dumps({"model": "gull", "prompt": "a", "max_tokens": 40}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
-        writer.write(head + body)
+        writer.write(on_the_wire({"model": "gull", "prompt": "a", "max_tokens": 40}))
         first = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
         await asyncio.sleep(0.6)  # between requests the keep-alive time counts, not the header's
         writer.write(MODELS)
@@ -129,9 +123,8 @@ def test_a_client_that_reads_nothing_is_cut_off_and_its_request_aborted(monkeypa
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.setblocking(False)
         await asyncio.get_running_loop().sock_connect(sock, (client.base_url.host, client.base_url.port))
-        body = json.dumps({"model": "gull", "prompt": ["a"] * 30, "max_tokens": 4000, "stream": True}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
-        await asyncio.get_running_loop().sock_sendall(sock, head + body)
+        asked = on_the_wire({"model": "gull", "prompt": ["a"] * 30, "max_tokens": 4000, "stream": True})
+        await asyncio.get_running_loop().sock_sendall(sock, asked)
         while not state.hub.num_calls:
             await asyncio.sleep(0.01)
         while state.hub.num_calls or fakes.num_running:  # the test's own time limit ends a failure

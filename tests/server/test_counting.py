@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 
 import httpx
@@ -11,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from moewe.server.state import ServerState
 from tests.support.asking import fake
-from tests.support.fake_replicas import FakeReplicas, make_state, says, tokenizer, with_server
+from tests.support.fake_replicas import FakeReplicas, connect, make_state, on_the_wire, says, tokenizer, with_server
 
 GAUGES = ("moewe_requests_running", "moewe_requests_waiting", "moewe_kv_blocks_used", "moewe_kv_usage_ratio")
 
@@ -31,9 +30,8 @@ async def hang_up_on(client: httpx.AsyncClient, state: ServerState, count: int) 
     """Start `count` requests, streams and others, close their connections once all run; return the metrics of then."""
     before, writers = state.hub.num_live, []
     for number in range(count):
-        body = json.dumps({"model": "gull", "prompt": "a", "max_tokens": 2000, "stream": number % 2 == 0}).encode()
-        _, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        _, writer = await connect(client)
+        writer.write(on_the_wire({"model": "gull", "prompt": "a", "max_tokens": 2000, "stream": number % 2 == 0}))
         writers.append(writer)
     while state.hub.num_live < before + count:
         await asyncio.sleep(0.01)

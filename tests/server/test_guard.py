@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from typing import Any
 
@@ -12,7 +11,16 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from moewe.server.state import ServerState
-from tests.support.fake_replicas import FakeReplicas, ask, make_state, says, tokenizer, with_server
+from tests.support.fake_replicas import (
+    FakeReplicas,
+    ask,
+    connect,
+    make_state,
+    on_the_wire,
+    says,
+    tokenizer,
+    with_server,
+)
 
 
 def replicas(count: int = 2000, pause: float = 0.01) -> FakeReplicas:
@@ -20,8 +28,7 @@ def replicas(count: int = 2000, pause: float = 0.01) -> FakeReplicas:
 
 
 async def raw(client: httpx.AsyncClient, request: bytes) -> bytes:
-    host, port = client.base_url.host, client.base_url.port
-    reader, writer = await asyncio.open_connection(host, port)
+    reader, writer = await connect(client)
     writer.write(request)
     await writer.drain()
     answer = await asyncio.wait_for(reader.read(), 5)  # the server closes the connection
@@ -51,10 +58,8 @@ def test_client_that_hangs_up_is_aborted_within_a_second(stream: bool) -> None:
     state = make_state(fakes, max_model_len=4096)
 
     async def run(client: httpx.AsyncClient) -> float:
-        body = json.dumps({"model": "gull", "prompt": "a", "max_tokens": 2000, "stream": stream}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
-        _, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
-        writer.write(head + body)
+        _, writer = await connect(client)
+        writer.write(on_the_wire({"model": "gull", "prompt": "a", "max_tokens": 2000, "stream": stream}))
         await asyncio.sleep(0.2)
         assert fakes.num_running == 1
         gone = time.monotonic()
@@ -185,7 +190,7 @@ def test_body_that_never_comes_is_given_up(drip: bool, monkeypatch: pytest.Monke
     state = make_state(replicas())
 
     async def run(client: httpx.AsyncClient) -> bytes:
-        reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+        reader, writer = await connect(client)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{")
         answer = asyncio.ensure_future(everything(reader))
         while drip and not answer.done():

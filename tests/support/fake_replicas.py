@@ -7,6 +7,7 @@ Units: token ids; `pause` is seconds between tokens.
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -221,3 +222,14 @@ def with_server(
             return await body(client)
 
     return asyncio.run(run())
+
+
+async def connect(client: httpx.AsyncClient) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Return a bare connection to the server that `client` asks."""
+    return await asyncio.open_connection(client.base_url.host, client.base_url.port)
+
+
+def on_the_wire(body: dict[str, Any]) -> bytes:
+    """Return a request for a completion as it goes over a bare connection."""
+    data = json.dumps(body).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(data) + data
