@@ -9,21 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 from moewe.models.config import ConfigError
 from moewe.models.families import load_config
 
-from .fixtures import edit_config, new_folder
-from .fixtures_table import COMMON, FIXTURES
+from .fixtures import edit_config, new_folder, reference_config
 
 DELETE = object()
-
-
-def reference_config(name: str, **fields: Any) -> Any:
-    """Return the transformers config of fixture `name` with other `fields`."""
-    class_name, own = FIXTURES[name]
-    return getattr(transformers, class_name)(**{**COMMON, **own, **fields})
 
 
 def saved_config(name: str, **fields: Any) -> Path:

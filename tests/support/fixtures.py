@@ -46,6 +46,12 @@ def new_folder(name: str) -> Path:
     return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=scratch_root()))
 
 
+def reference_config(name: str, **fields: Any) -> Any:
+    """Return the transformers config of fixture `name` with other `fields`."""
+    class_name, own = FIXTURES[name]
+    return getattr(transformers, class_name)(**{**COMMON, **own, **fields})
+
+
 def checkpoint(name: str, *, stacked: bool = False, shards: int = 1, dtype: str = "float32", **config: Any) -> Path:
     """Return the folder of fixture `name`; the same arguments give the same folder, so never edit it in place.
 
@@ -60,8 +66,7 @@ def checkpoint(name: str, *, stacked: bool = False, shards: int = 1, dtype: str 
 
 @cache
 def _checkpoint(name: str, stacked: bool, shards: int, dtype: str, overrides: str) -> Path:
-    class_name, fields = FIXTURES[name]
-    config = getattr(transformers, class_name)(**{**COMMON, **fields, **json.loads(overrides)})
+    config = reference_config(name, **json.loads(overrides))
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="eager")
     randomize(model)
     folder = new_folder(name)
@@ -101,7 +106,11 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> None:
 @lru_cache(maxsize=8)
 def reference_model(path: Path) -> torch.nn.Module:
     """Return REF for the folder: transformers, eager attention, fp32; one mistake of it mended, see `mend_longrope`."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    return _loaded(path, torch.float32)
+
+
+def _loaded(path: Path, dtype: torch.dtype) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
     if model.config.model_type == "phimoe":
         mend_longrope(model.model.rotary_emb)
     return model.eval()
@@ -126,10 +135,7 @@ def reference_logits(path: Path, token_ids: Iterable[int]) -> torch.Tensor:
 @torch.no_grad()
 def half_precision_logits(path: Path, token_ids: Iterable[int]) -> torch.Tensor:
     """Return what transformers says in bf16 on the same weights, [T, V] f32."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager").eval()
-    if model.config.model_type == "phimoe":
-        mend_longrope(model.model.rotary_emb)
-    return model(input_ids=torch.tensor([list(token_ids)])).logits[0].float()
+    return _loaded(path, torch.bfloat16)(input_ids=torch.tensor([list(token_ids)])).logits[0].float()
 
 
 def reference_greedy(path: Path, prompt: Iterable[int], num_tokens: int) -> list[int]:

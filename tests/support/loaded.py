@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from moewe.models.weights import DenseFFN, LatentWeights, LayerWeights, ModelWeights, MoEWeights
-from tests.support.fixtures import reference_model
+from tests.support.fixtures import TRANSPOSED, reference_model
 
 ROUTERS = ("gate", "router", "gate.wg")
 SELECTION_BIASES = (
@@ -46,7 +46,7 @@ class Reference:
         model = reference_model(path)
         self.state, self.heads = model.state_dict(), model.config.num_attention_heads
         self.interleaved = model.config.model_type == "gpt_oss"
-        self.transposed = model.config.model_type in ("gpt_oss", "llama4_text")
+        self.transposed = model.config.model_type in TRANSPOSED
         self.used: set[str] = set()
 
     def get(self, name: str) -> torch.Tensor:
