@@ -20,17 +20,9 @@ from moewe.models.footprint import cache_groups
 from moewe.models.weights import ModelWeights
 from moewe.moe.wide_ep import LocalExchange, linear_placement
 from moewe.telemetry import RankCounters
+from tests.support.attention_steps import Rows
 
 BLOCK_SIZE = 4
-
-
-class Segment(NamedTuple):
-    """Rows of the sequence, as `build_attention_batch` reads them."""
-
-    row_start: int
-    num_rows: int
-    num_computed_tokens: int
-    block_table: np.ndarray
 
 
 class Run(NamedTuple):
@@ -80,7 +72,7 @@ def _batch(storage: KVStorage, table: np.ndarray, tokens: list[int], rows: range
         batches.append(
             build_attention_batch(
                 slot_mapping=slots,
-                segments=[] if single else [Segment(0, len(rows), rows.start, used)],
+                segments=[] if single else [Rows(0, len(rows), rows.start, used)],
                 decode_lengths=np.array([rows.stop] * single, np.int64),
                 decode_tables=used[None] if single else np.zeros((0, 0), np.int64),
                 block_size=BLOCK_SIZE,
