@@ -35,18 +35,22 @@ def check_token_ids(token_ids: Sequence[Any] | np.ndarray, vocab_size: int, *, n
             raise ValueError(f"{name}.{position}={token} is no token id of this model; use 0 to {vocab_size - 1}")
 
 
-def model_tokenizer(model: ModelOptions) -> Tokenizer | None:
-    """Return the tokenizer that server, session and engine all use; None with `skip_tokenizer_init`.
+def tokenizer_folder(model: ModelOptions) -> Path:
+    """Return the folder of the tokenizer that server, session and engine all use.
 
     `revision` names a state of the model alone: its folder is that state already, and another tokenizer has its own.
+    """
+    other = model.tokenizer if model.tokenizer != model.model else None
+    return Path(other or model.path).expanduser()
+
+
+def model_tokenizer(model: ModelOptions) -> Tokenizer | None:
+    """Return what is in `tokenizer_folder`; None with `skip_tokenizer_init`.
 
     Raises:
         ValueError: there is none that can be read.
     """
-    if model.skip_tokenizer_init:
-        return None
-    other = model.tokenizer if model.tokenizer != model.model else None
-    return load_tokenizer(Path(other or model.path).expanduser())
+    return None if model.skip_tokenizer_init else load_tokenizer(tokenizer_folder(model))
 
 
 def model_template(model: ModelOptions, tokenizer: Tokenizer | None) -> ChatTemplate | None:

@@ -36,6 +36,7 @@ from ..topologies.hardware import available_memory_bytes, host_cores, host_memor
 from .config import CacheOptions, EngineConfig
 from .gpus import gpu_memory_bytes
 from .kv_layout import UNBOUNDED, scheduler_limits, step_limits
+from .prompts import tokenizer_folder
 from .ranges import check_ranges
 from .scheduling.limits import SchedulerConfig
 
@@ -84,8 +85,7 @@ def check_checkpoint(resolved: Resolved) -> None:
     if model.load_format != "dummy":
         check_weights(Path(model.path), resolved.model)
     if not model.skip_tokenizer_init:
-        other = model.tokenizer if model.tokenizer != model.model else None
-        check_tokenizer_files(Path(other or model.path).expanduser())
+        check_tokenizer_files(tokenizer_folder(model))
 
 
 def resolve(config: EngineConfig) -> Resolved:
