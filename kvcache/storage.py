@@ -48,7 +48,6 @@ class KVStorage:
         self._tensors: list[list[torch.Tensor]] = []  # a group: K [len(layers), num_blocks, block_size, Hkv, Dh], V
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._flat: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # [num_blocks * block_size, Hkv, width]
-        self._bytes_per_token: dict[int, int] = {}
         self._group_of: dict[int, int] = {}
         if len(self.num_blocks) != len(self.groups):
             raise ValueError(f"{len(self.num_blocks)} numbers of blocks for {len(self.groups)} cache groups")
@@ -73,17 +72,12 @@ class KVStorage:
                 v = k[..., : group.value_dim] if latent else tensors[1][i]
                 self._layers[layer] = (k, v)
                 self._flat[layer] = (k.flatten(0, 1), None if latent else v.flatten(0, 1))
-                self._bytes_per_token[layer] = group.bytes_per_token() // len(group.layers)
                 self._group_of[layer] = index
 
     @property
     def num_bytes(self) -> int:
         """Exact bytes of all groups."""
         return sum(tensor.numel() * tensor.element_size() for tensors in self._tensors for tensor in tensors)
-
-    def bytes_per_token(self, layer: int) -> int:
-        """Bytes of K and V of one token in `layer`."""
-        return self._bytes_per_token[layer]
 
     def group_of(self, layer: int) -> int:
         """Return the number of the cache group that `layer` is in."""

@@ -39,7 +39,7 @@ def test_sizes_are_exact() -> None:
     groups = [group((0, 2)), group((1,), name="other", dtype="float32")]
     storage = KVStorage(groups, num_blocks=5, block_size=4)
     assert storage.num_bytes == sum(5 * g.bytes_per_block(4) for g in groups)
-    assert [storage.bytes_per_token(layer) for layer in (0, 1, 2)] == [2 * 2 * 8 * 2, 2 * 2 * 8 * 4, 2 * 2 * 8 * 2]
+    assert [g.bytes_per_token() for g in groups] == [2 * 2 * 2 * 8 * 2, 2 * 2 * 8 * 4]
     for layer, dtype in ((0, torch.bfloat16), (1, torch.float32)):
         for tensor in storage.layer(layer):
             assert tensor.shape == (5, 4, 2, 8)
@@ -91,7 +91,7 @@ def test_keys_and_values_may_differ_in_width_and_groups_in_blocks() -> None:
     assert [storage.group_of(layer) for layer in (0, 1, 2)] == [1, 0, 1]
     assert storage.num_bytes == 3 * groups[0].bytes_per_block(4) + 5 * groups[1].bytes_per_block(4)
     assert [tuple(tensor.shape) for tensor in storage.layer(1)] == [(3, 4, 2, 8), (3, 4, 2, 12)]
-    assert storage.bytes_per_token(1) == 2 * (8 + 12) * 4
+    assert groups[0].bytes_per_token() == 2 * (8 + 12) * 4
     k, v = torch.randn(1, 2, 8), torch.randn(1, 2, 12)
     storage.write(1, k, v, torch.tensor([11]))
     assert_same(storage.layer(1)[0][2, 3], k[0])
@@ -101,7 +101,7 @@ def test_keys_and_values_may_differ_in_width_and_groups_in_blocks() -> None:
 def test_values_of_a_latent_layer_are_the_first_elements_of_its_keys() -> None:
     storage = KVStorage([latent((0, 1))], num_blocks=2, block_size=4)
     assert storage.num_bytes == 2 * 2 * 4 * 8 * 4
-    assert storage.bytes_per_token(1) == 8 * 4
+    assert storage.groups[0].bytes_per_token() == 2 * 8 * 4
     rows = torch.randn(2, 1, 8)
     storage.write(1, rows, None, torch.tensor([6, 1]))
     k, v = storage.layer(1)
