@@ -24,7 +24,7 @@ from .errors import ApiError, invalid
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
 from .state import ServerState
 from .structured import check_structure, with_thinking
-from .tool_plan import tool_plan
+from .tool_plan import ToolPlan, tool_plan
 
 MOST_PROMPTS = 2048
 DEFAULT_COMPLETION_TOKENS = 16
@@ -91,16 +91,16 @@ def _shown_prompt(state: ServerState, part: Any, ids: list[int], params: Samplin
 async def chat_intake(state: ServerState, request: ChatRequest) -> Intake:
     """Return the conversation as token ids, with its sampling parameters."""
     template = template_of(state)
-    messages = await in_thread(lambda: [turn.check(position) for position, turn in enumerate(request.messages)])
-    options = template_options(template, request.chat_template_kwargs, request.reasoning_effort)
-    plan = tool_plan(state, request)
 
-    def encode() -> tuple[str, list[int]]:
+    def encode() -> tuple[ToolPlan, str, list[int]]:
+        messages = [turn.check(position) for position, turn in enumerate(request.messages)]
+        options = template_options(template, request.chat_template_kwargs, request.reasoning_effort)
+        plan = tool_plan(state, request)
         text = render(template, messages, request, options, plan.tools)
         # The template has written every special token itself, the first one included.
-        return text, encode_text(state, text, bool(request.add_special_tokens), "messages")
+        return plan, text, encode_text(state, text, bool(request.add_special_tokens), "messages")
 
-    text, prompt = await in_thread(encode)
+    plan, text, prompt = await in_thread(encode)
     if not prompt:
         raise invalid("messages give an empty prompt; send some text", "messages")
     intake = await _intake(state, request, [prompt], None)
@@ -146,8 +146,12 @@ async def _intake(
     if (request.n or 1) > state.options.max_n:
         raise invalid(f"n={request.n} is not allowed; use at most {state.options.max_n} (--max-n sets it)", "n")
     params = request.sampling(max_tokens, state.defaults.sampling)
-    try:
-        checked = await in_thread(lambda: checked_params(params, state.tokenizer, state.model_config.vocab_size))
+
+    def check() -> SamplingParams:
+        return checked_params(params, state.tokenizer, state.model_config.vocab_size)
+
+    try:  # only the spelling of words takes time
+        checked = await in_thread(check) if params.bad_words else check()
     except ValueError as error:
         raise request.worded(error) from None
     return Intake(prompts=prompts, params=checked, priority=request.priority or 0)
