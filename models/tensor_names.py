@@ -196,7 +196,7 @@ NAMES: dict[str, TensorNames] = {
         + _ROUTER
         + single(f"{_SPARSE}.e_score_correction_bias", _SELECTION)
         + single("mlp.e_score_correction_bias", _SELECTION)
-        + single("mlp.gate.e_score_correction_bias", _SELECTION)
+        + _GATE_BIAS
     ),
     "qwen2_moe": TensorNames(
         spellings=_PLAIN_MOE.spellings
@@ -210,7 +210,6 @@ NAMES: dict[str, TensorNames] = {
     ),
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
-    "kimi_k2": _DEEPSEEK,
     "glm4_moe_lite": _DEEPSEEK,
     "glm4_moe": replace(_SHARED_EXPERTS, extra_layers=True),
     "dots1": _SHARED_EXPERTS,
@@ -241,6 +240,5 @@ NAMES: dict[str, TensorNames] = {
         + stacked("mlp.experts.gate_up_proj", f"{EXPERT}.gate_proj", f"{EXPERT}.up_proj", order="rows", transposed=True)
         + stacked("mlp.experts.down_proj", f"{EXPERT}.down_proj", transposed=True)
     ),
-    "llama4": _LLAMA4,
     "llama4_text": _LLAMA4,
 }
