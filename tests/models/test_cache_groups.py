@@ -6,24 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from moewe.models.config import ConfigError, LatentConfig, LayerAttention, ModelConfig, RotaryConfig
+from moewe.models.config import ConfigError, LatentConfig, LayerAttention, ModelConfig
 from moewe.models.footprint import cache_groups
+from tests.support.random_models import plain_config
 
-PLAIN = ModelConfig(
-    family="llama",
-    num_layers=4,
-    hidden_size=64,
-    vocab_size=128,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    attention_scale=0.25,
-    dense_width=96,
-    rotary=RotaryConfig(theta=1e4, rotary_dim=16),
-    norm_eps=1e-6,
-    max_position_embeddings=256,
-    dtype="bfloat16",
-)
+PLAIN = plain_config(num_layers=4, head_dim=16)
 
 
 def names_and_layers(config: ModelConfig) -> list[tuple[str, str, int, tuple[int, ...]]]:
