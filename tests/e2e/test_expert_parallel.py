@@ -111,7 +111,7 @@ def test_experts_and_ranks_without_tokens(topology):
         for i, prompt in enumerate(prompts):
             group.submit(str(i), prompt, greedy(16))
         outcomes = group.run()
-        per_expert = torch.from_numpy(sum_per_expert(group))
+        per_expert = group.rows_per_expert()
     for i in range(len(prompts)):
         compare_with_reference(path, outcomes[str(i)])
     assert (per_expert[:, 2:] == 0).all()
@@ -126,7 +126,7 @@ def test_one_expert_receives_everything():
     with Group(path, setup) as group:
         outcome = group.submit("long", prompt, greedy(4))
         group.run()
-        per_expert = sum_per_expert(group)
+        per_expert = group.rows_per_expert()
         num_rows = sum(sum(step.rows) for step in group.steps)
         shown = exported_imbalance(group)
     assert shown["rank"] >= 2.0, "rank 3 got half of all rows at least, a fourth would be even"
@@ -145,8 +145,3 @@ def exported_imbalance(group):
     ]
     metrics.observe(Stats(num_running=0, num_waiting=0, num_preemptions=0, num_steps=1, ranks=tuple(ranks)), 1.0)
     return {labels[1]: value for name, labels, value in metrics.samples() if name == "moewe_expert_imbalance_ratio"}
-
-
-def sum_per_expert(group):
-    """Rows that reached each expert in each MoE layer, [L_moe, E]; linear placement: ranks side by side."""
-    return torch.cat([torch.from_numpy(worker.counters.expert_tokens) for worker in group.workers], dim=1).numpy()

@@ -123,15 +123,11 @@ def test_a_selection_bias_chooses_and_does_not_weigh():
     with Group(path, Setup(topology="EP2DP1")) as group:
         outcome = group.submit("0", random_prompt(256), greedy(16))
         group.run()
-        per_expert = sum_per_expert(group)
+        per_expert = group.rows_per_expert()
         rows = sum(sum(step.rows) for step in group.steps)
     compare_with_reference(path, outcome)
     assert (per_expert[:, 0] == rows).all(), "expert 0 is in every choice"
     assert (per_expert[:, 4:8] == 0).all(), "group 1 is in none"
-
-
-def sum_per_expert(group):
-    return torch.cat([torch.from_numpy(worker.counters.expert_tokens) for worker in group.workers], dim=1)
 
 
 # --- P-LOAD-11 --------------------------------------------------------------------------------------------------------

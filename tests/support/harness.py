@@ -176,6 +176,10 @@ class Group:
         """Sequences that lost their slot so far."""
         return self.scheduler.num_preemptions
 
+    def rows_per_expert(self) -> np.ndarray:
+        """Return the rows that reached each expert in each MoE layer, [L_moe, E]; linear placement: side by side."""
+        return np.concatenate([worker.counters.expert_tokens for worker in self.workers], axis=1)
+
     def _all(self, name: str, *args: Any) -> list[Any]:
         """Call a method of every worker at once; it may be a collective."""
         for rank in self.ranks:
