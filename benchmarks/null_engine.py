@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -119,11 +118,6 @@ def main() -> None:
     code = run_engine(client, start, GroupParts(make_worker=NullWorker))
     sys.stderr.flush()
     os._exit(code)
-
-
-def folder() -> str:
-    """Return where this module lies, for the search path of the process that imports it."""
-    return str(Path(__file__).resolve().parent)
 
 
 if __name__ == "__main__":

@@ -64,11 +64,8 @@ class Stream:
     sock: socket.socket
     tail: bytes = b""
     answer: bytearray = field(default_factory=bytearray)
-    seen: int = 0
     moments: list[float] = field(default_factory=list)
-    added: list[float] = field(default_factory=list)
     rounds_left: int = 0
-    prompt: int = PROMPT
 
 
 class Load:
@@ -220,7 +217,7 @@ def measure(route: str, step_ms: float, args: argparse.Namespace, tokenizer: Tok
             port = listener.getsockname()[1]
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([null_engine.folder(), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]),
             null_engine.STEP_VARIABLE: str(step_ms / 1e3),
             null_engine.STAMPS_VARIABLE: file.name,
             null_engine.SHAPE_VARIABLE: f"{shape[0]}x{shape[1]}",
