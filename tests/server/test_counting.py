@@ -6,24 +6,18 @@ import asyncio
 import time
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from moewe.server.state import ServerState
 from tests.support.asking import fake
 from tests.support.fake_replicas import FakeReplicas, connect, make_state, on_the_wire, says, tokenizer, with_server
+from tests.support.scraped import sums
 
 GAUGES = ("moewe_requests_running", "moewe_requests_waiting", "moewe_kv_blocks_used", "moewe_kv_usage_ratio")
 
 
 async def scrape(client: httpx.AsyncClient) -> dict[str, float]:
     """Return the metrics, summed over replicas and ranks; a reason or status stands after the name."""
-    values: dict[str, float] = {}
-    for family in text_string_to_metric_families((await client.get("/metrics")).text):
-        for sample in family.samples:
-            kinds = [sample.labels[label] for label in ("reason", "status") if label in sample.labels]
-            name = "|".join([sample.name, *kinds])
-            values[name] = values.get(name, 0.0) + sample.value
-    return values
+    return sums((await client.get("/metrics")).text, "reason", "status")
 
 
 async def hang_up_on(client: httpx.AsyncClient, state: ServerState, count: int) -> dict[str, float]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from moewe.server.state import ServerState
 from tests.support.fake_replicas import (
@@ -21,6 +20,7 @@ from tests.support.fake_replicas import (
     tokenizer,
     with_server,
 )
+from tests.support.scraped import sums
 
 
 def replicas(count: int = 2000, pause: float = 0.01) -> FakeReplicas:
@@ -72,14 +72,6 @@ def test_client_that_hangs_up_is_aborted_within_a_second(stream: bool) -> None:
     assert len(fakes.aborted) == 1 and state.metrics.totals.finished["abort"] == 1
 
 
-def scrape(text: str) -> dict[str, float]:
-    return {
-        sample.name + "".join(f"|{value}" for _, value in sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
 def test_counters_equal_what_clients_counted() -> None:
     tokens = tokenizer()
     fakes = FakeReplicas(tokens, says("the sea and the gull"), ends=True)
@@ -98,14 +90,14 @@ def test_counters_equal_what_clients_counted() -> None:
         return usage, (await client.get("/metrics")).text
 
     usage, text = with_server(state, run)
-    values = scrape(text)
+    values = sums(text, "reason", "status")
     assert values["moewe_prompt_tokens_total"] == usage["prompt_tokens"]
     assert values["moewe_generation_tokens_total"] == usage["completion_tokens"]
     assert values["moewe_requests_finished_total|stop"] == usage["stop"] == 3
     assert values["moewe_requests_finished_total|length"] == usage["length"] == 3
     assert values["moewe_requests_finished_total|abort"] == values["moewe_requests_finished_total|error"] == 0
     assert values["moewe_request_errors_total|400"] == 1
-    assert values["moewe_requests_running|0"] == values["moewe_kv_usage_ratio|0|0"] == 0
+    assert values["moewe_requests_running"] == values["moewe_kv_usage_ratio"] == 0
     assert values["moewe_time_to_first_token_seconds_count"] == 6
 
 

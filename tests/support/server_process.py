@@ -20,7 +20,8 @@ from typing import IO, Self
 import httpx
 import openai
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.scraped import sums
 
 NAME = "gull"
 START_TIMEOUT_S = 90.0
@@ -96,12 +97,7 @@ class ServerProcess:
 
     def counters(self) -> dict[str, float]:
         """Return the metrics, summed over all labels but `reason`, which stands after the name: `name|reason`."""
-        values: dict[str, float] = {}
-        for family in text_string_to_metric_families(self.get("/metrics").text):
-            for sample in family.samples:
-                name = sample.name + ("|" + sample.labels["reason"] if "reason" in sample.labels else "")
-                values[name] = values.get(name, 0.0) + sample.value
-        return values
+        return sums(self.get("/metrics").text, "reason")
 
     def wait_idle(self, within: float) -> None:
         """Wait until nothing runs, waits or holds a block."""
