@@ -117,10 +117,7 @@ async def engines(resolved: Resolved, options: ServerOptions, halt: asyncio.Even
     state.hub.replicas, state.latest_stats = replicas, replicas.stats
 
     def on_ready() -> None:
-        state.ready = list(replicas.ready)
-        for replica, one in enumerate(state.ready):
-            state.metrics.set_ready(replica, one)
-        state.enter(Phase.READY)
+        state.begin(replicas.ready)
         ready.set()
 
     def on_failure(failed: Failed) -> None:

@@ -175,11 +175,7 @@ class Server:
 
     # --- what happens ------------------------------------------------------------------------------------------------
     def _on_ready(self, replicas: ReplicaSet) -> None:
-        self.state.ready = list(replicas.ready)
-        for replica, ready in enumerate(self.state.ready):
-            self.state.metrics.set_ready(replica, ready)
-        self.state.refresh()
-        self.state.enter(Phase.READY)
+        self.state.begin(replicas.ready)
         self._words.put_nowait("ready")
 
     def _on_failure(self, failed: Failed) -> None:

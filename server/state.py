@@ -6,7 +6,7 @@ Units: tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -91,6 +91,14 @@ class ServerState:
     def max_model_len(self) -> int:
         """Longest sequence that every replica takes, prompt and output."""
         return min(self.model_config.max_position_embeddings, *(ready.max_model_len for ready in self.ready))
+
+    def begin(self, ready: Sequence[Ready]) -> None:
+        """Take requests from now on: `ready` is what each replica said."""
+        self.ready = list(ready)
+        for replica, one in enumerate(self.ready):
+            self.metrics.set_ready(replica, one)
+        self.refresh()
+        self.enter(Phase.READY)
 
     def refresh(self) -> None:
         """Take the latest statistics of the replicas over into `stats` and metrics."""
