@@ -12,7 +12,6 @@ Schema = dict[str, Any]
 
 _TEXT: Schema = {"type": "string"}
 _INTEGER: Schema = {"type": "integer"}
-_NUMBER: Schema = {"type": "number"}
 _NULLABLE_TEXT: Schema = {"type": ["string", "null"]}
 _NULLABLE_OBJECT: Schema = {"type": ["object", "null"]}
 _IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
