@@ -7,6 +7,7 @@ Every refusal is a ConfigError of one line with file, field, value and fix; size
 from __future__ import annotations
 
 import json
+import re
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +17,18 @@ from .config import ConfigError
 
 _T = TypeVar("_T")
 _MISSING: Any = object()
+_WORD = re.compile(r"\w{1,80}", re.ASCII)
 
 
 def show(value: object, limit: int = 80) -> str:
     """Return `value` as it may stand in a one-line message: escaped and cut to `limit` characters."""
     text = ascii(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def show_name(name: str) -> str:
+    """Return the name of a field as it may stand in a one-line message: as it is where it is one plain word."""
+    return name if _WORD.fullmatch(name) else show(name)
 
 
 def show_path(path: Path) -> str:
@@ -166,7 +173,7 @@ class Fields:
     def refuse(self, name: str, value: object, why: str) -> ConfigError:
         """Return the error that says `why` the value of a field cannot be."""
         spelling = next((s for s in name.split("|") if s in self.content), name.split("|")[0])
-        return ConfigError(f"{self.where}: {spelling} = {show(value)} {why}")
+        return ConfigError(f"{self.where}: {show_name(spelling)} = {show(value)} {why}")
 
     def _value(self, name: str, default: _T) -> Any | _T:
         value = self.raw(name)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .config import RotaryConfig, RotaryScaling
 from .family import Family, switched
-from .json_fields import Fields, show
+from .json_fields import Fields, show, show_name
 
 MAX_POSITIONS, MAX_FACTOR, MAX_THETA = 1 << 30, 1e6, 1e12
 _SECTIONS = ("rope_parameters", "rope_scaling")
@@ -105,7 +105,7 @@ def _merged_section(fields: Fields) -> Fields:
     for name, value in second.content.items():
         name = "rope_type" if name == "type" else name
         if value is not None and content.setdefault(name, value) != value:
-            why = f"contradicts {_SECTIONS[1]}: {name} = {show(value)}; keep one of the two"
+            why = f"contradicts {_SECTIONS[1]}: {show_name(name)} = {show(value)}; keep one of the two"
             raise first.refuse(name, content[name], why)
     return Fields(content=content, where=first.where, defaults={})
 

@@ -47,6 +47,7 @@ REFUSED = {
     "experts in fp4": ("T-DS3", FP8 | {"expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),
     "more than linears": ("T-DS3", FP8 | {"modules_to_convert": ["embed_tokens"]}, "modules_to_convert"),
     "unknown field": ("T-DS3", FP8 | {"rotation": True}, "rotation = True"),
+    "unknown field of two lines": ("T-DS3", FP8 | {"a\nb": True}, r"'a\nb' = True is not a field"),
     "modules as a string": ("T-DS3", FP8 | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
     "modules as numbers": ("T-DS3", FP8 | {"modules_to_not_convert": [3]}, "modules_to_not_convert"),
 }

@@ -182,6 +182,15 @@ REFUSED = {
     "kind as a number": (OLD | {"rope_scaling": {"type": 3}}, "type = 3"),
     "dynamic": (OLD | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
     "no kind": (OLD | {"rope_scaling": {"factor": 2.0}}, "factor = 2.0 stands without a rope_type"),
+    "a field of two lines": (
+        OLD | {"rope_scaling": {"type": "yarn", "a\nb": []} | YARN},
+        r"'a\nb' = [] is not a field",
+    ),
+    "two sections, a field of two lines": (
+        {"rope_parameters": {"rope_type": "yarn", "a\nb": 1} | YARN, "rope_scaling": {"type": "yarn", "a\nb": 2}},
+        r"'a\nb' = 1 contradicts rope_scaling: 'a\nb' = 2",
+    ),
+    "a long field": (OLD | {"rope_scaling": {"type": "yarn", "a" * 1000: 1} | YARN}, "aaa... = 1 is not a field"),
     "empty kind": (OLD | {"rope_scaling": {"type": ""}}, "type = ''"),
     "field of pictures": (OLD | {"rope_scaling": {"type": "default", "mrope_section": [8]}}, "mrope_section"),
     "sections by layer": ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
