@@ -14,12 +14,24 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.server_process import NAME, ServerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.spawn, pytest.mark.timeout(900)]
 SMALL = ("--num-prompts", "4", "--random-input-len", "12", "--random-output-len", "5")
+
+
+class WithKey(ServerProcess):
+    """A server process that is asked with its key."""
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, headers={"authorization": "Bearer hush"}, timeout=20)
+
+    def count(self) -> float:
+        """Return how many requests have ended well."""
+        return self.counters().get("moewe_request_duration_seconds_count", 0.0)
 
 
 def moewe(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -43,7 +55,7 @@ def record(path: Path) -> dict[str, Any]:
 
 
 def test_bench_serve_counts_what_the_server_counts(tmp_path: Path) -> None:
-    with ServerProcess("demo", "--api-key", "hush") as server:
+    with WithKey("demo", "--api-key", "hush") as server:
         out = tmp_path / "completions.json"
         shown = moewe("bench", "serve", "--base-url", server.url, *SMALL, "--ignore-eos", "--output-json", str(out))
         content = record(out)
@@ -68,23 +80,14 @@ def test_bench_serve_counts_what_the_server_counts(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "moewe", "bench", "serve", "--base-url", server.url, "--api-key", "hush",
                    "--num-prompts", "500", "--max-concurrency", "2", "--random-input-len", "4",
                    "--random-output-len", "2"]  # fmt: skip
-        before = server_count(server)
+        before = server.count()
         running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        while server_count(server) < before + 4:
+        while server.count() < before + 4:
             assert running.poll() is None
             time.sleep(0.2)
         running.send_signal(signal.SIGINT)
         text, errors = running.communicate(timeout=60)
         assert running.returncode == 130 and "requests completed" in text and "interrupted" in errors
-
-
-def server_count(server: ServerProcess) -> int:
-    """Return how many requests have ended well, as /metrics tells those who have the key."""
-    import httpx
-
-    text = httpx.get(f"{server.url}/metrics", headers={"authorization": "Bearer hush"}, timeout=20).text
-    lines = [line for line in text.splitlines() if line.startswith("moewe_request_duration_seconds_count")]
-    return int(float(lines[0].split()[-1])) if lines else 0
 
 
 def test_offline_tools_and_batches(tmp_path: Path) -> None:
