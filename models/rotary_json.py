@@ -8,7 +8,9 @@ the same thing, they must agree. Units: elements of a head, tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .config import RotaryConfig, RotaryScaling
 from .family import Family, switched
@@ -16,8 +18,8 @@ from .json_fields import Fields, show, show_name
 
 MAX_POSITIONS, MAX_FACTOR, MAX_THETA = 1 << 30, 1e6, 1e12
 _SECTIONS = ("rope_parameters", "rope_scaling")
-_KIND, _ORIGINAL = "rope_type|type", "original_max_position_embeddings"
-_ANY_KIND = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+_KIND, _ORIGINAL, _PART = "rope_type|type", "original_max_position_embeddings", "partial_rotary_factor"
+_ANY_KIND = frozenset({"rope_type", "type", "rope_theta", _PART})
 _FIELDS = {
     "default": frozenset[str](),
     "linear": frozenset({"factor", _ORIGINAL}),
@@ -30,6 +32,7 @@ _FIELDS = {
     "dynamic": frozenset({"alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}),
 }
 _OWN_AMPLITUDES = frozenset({"short_mscale", "long_mscale"})
+_N = TypeVar("_N", int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +59,12 @@ def parse_positions(fields: Fields, family: Family, width: int) -> Positions:
         known = ", ".join(family.rope_kinds)
         raise section.refuse(_KIND, kind, f"is a rotary embedding that this family does not have; it has: {known}")
     _refuse_unknown(section, kind, family)
-    theta = _agreed("rope_theta", [section, fields], MAX_THETA, 1e4)
+    theta = _agreed("rope_theta", section, fields, lambda place: place.number("rope_theta", 0, MAX_THETA))
+    if theta is None:
+        theta = fields.number("rope_theta", 0, MAX_THETA, default=1e4)
     rotary_dim = _rotary_dim(fields, section, family, width)
-    original = _original(fields, section, max_position)
+    original = _agreed(_ORIGINAL, section, fields, lambda place: place.integer(_ORIGINAL, 2, MAX_POSITIONS))
+    original = max_position if original is None else original
     scaling, score_factor = None, 1.0
     if kind == "dynamic":
         if width < 4:
@@ -122,42 +128,31 @@ def _refuse_unknown(section: Fields, kind: str, family: Family) -> None:
 
 
 def _rotary_dim(fields: Fields, section: Fields, family: Family, width: int) -> int:
-    factor = _agreed("partial_rotary_factor", [section, fields], 1.0, 1.0)
-    stated = any(place.content.get("partial_rotary_factor") is not None for place in (section, fields))
+    stated = _agreed(_PART, section, fields, lambda place: place.number(_PART, 0, 1))
+    factor = fields.number(_PART, 0, 1, default=1.0) if stated is None else stated
     if family.partial_rotary and fields.raw("rotary_dim") is not None:
         rotary_dim = fields.integer("rotary_dim", 2, width)
-        if stated and int(width * factor) != rotary_dim:
-            raise fields.refuse("rotary_dim", rotary_dim, f"contradicts partial_rotary_factor = {factor:g}; keep one")
+        if stated is not None and int(width * stated) != rotary_dim:
+            raise fields.refuse("rotary_dim", rotary_dim, f"contradicts {_PART} = {factor:g}; keep one")
         factor = rotary_dim / width
     if factor != 1.0 and not family.partial_rotary:
         why = "rotates a part of each head, which this family does not do; remove it"
-        raise fields.refuse("partial_rotary_factor", factor, why)
+        raise fields.refuse(_PART, factor, why)
     rotary_dim = int(width * factor)
     if rotary_dim % 2 or rotary_dim < 2:
         why = f"leaves {rotary_dim} of head_dim = {width} elements to rotate; it must be an even number from 2 on"
-        raise fields.refuse("partial_rotary_factor", factor, why)
+        raise fields.refuse(_PART, factor, why)
     return rotary_dim
 
 
-def _agreed(name: str, places: list[Fields], high: float, default: float) -> float:
-    """Return the number that the places say, which must agree; the last one knows the default."""
-    given = [place for place in places if place.content.get(name) is not None]
-    values = [place.number(name, 0, high) for place in given]
+def _agreed(name: str, section: Fields, fields: Fields, read: Callable[[Fields], _N]) -> _N | None:
+    """Return the number that both places say, or the one that says it, None where none does; they must agree."""
+    given = [place for place in (section, fields) if place.content.get(name) is not None]
+    values = [read(place) for place in given]
     if len(set(values)) > 1:
-        raise given[0].refuse(
-            name, values[0], f"contradicts {given[1].where}: {name} = {values[1]:g}; keep one of them"
-        )
-    return values[0] if values else places[-1].number(name, 0, high, default=default)
-
-
-def _original(fields: Fields, section: Fields, max_position: int) -> int:
-    """Return the length before stretching, which older files also say beside the section."""
-    given = [place for place in (section, fields) if place.content.get(_ORIGINAL) is not None]
-    values = [place.integer(_ORIGINAL, 2, MAX_POSITIONS) for place in given]
-    if len(set(values)) > 1:
-        why = f"contradicts {given[1].where}: {_ORIGINAL} = {values[1]}; keep one of them"
-        raise given[0].refuse(_ORIGINAL, values[0], why)
-    return values[0] if values else max_position
+        why = f"contradicts {given[1].where}: {name} = {show(values[1])}; keep one of them"
+        raise given[0].refuse(name, values[0], why)
+    return values[0] if values else None
 
 
 def _factor(section: Fields, original: int, max_position: int) -> float:
