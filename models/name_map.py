@@ -30,7 +30,7 @@ from .safetensors_file import StoredTensor
 from .tensor_names import Spelling
 
 LOADABLE = ("F32", "F16", "BF16")
-_STORED_AS = {torch.uint8: ("U8",), torch.float8_e4m3fn: ("F8_E4M3",)}
+_STORED_AS = {torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3"}
 _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _IN_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.(.+)")
 _EXPERT = re.compile(r"(.*\.experts\.)(0|[1-9][0-9]{0,8})(\..+)")
@@ -109,10 +109,11 @@ class _Matcher:
         self.layers = [layer_parameters(config, layer) for layer in range(config.num_layers)]
         self.extra_layers = set(self._extra_layers())
         for name, stored in self.tensors.items():
-            if self._is_ignored(name):
+            bare = self._bare(name)
+            if self._is_ignored(name, bare):
                 self.ignored.append(name)
                 continue
-            for piece in self._pieces(self._bare(name), stored):
+            for piece in self._pieces(bare, stored):
                 self._add(piece)
         if self.unknown:
             raise ConfigError(
@@ -139,8 +140,8 @@ class _Matcher:
                 if at is not None and int(at[1]) >= self.config.num_layers and at[2] == "eh_proj.weight":
                     yield int(at[1])
 
-    def _is_ignored(self, name: str) -> bool:
-        bare, extra = self._bare(name), names_of(self.config).extra
+    def _is_ignored(self, name: str, bare: str) -> bool:
+        extra = names_of(self.config).extra
         if _IGNORED.search(name) or name.startswith(extra) or bare.startswith(extra):
             return True
         if self.config.head_tied and bare == HEAD:
@@ -277,9 +278,9 @@ def _check_shape(stored: StoredTensor, shape: tuple[int, ...]) -> None:
 def _check_dtype(stored: StoredTensor, held: torch.dtype | None) -> None:
     """Refuse a stored number format that cannot become `held` (None: the model's)."""
     packed = _STORED_AS.get(held) if held is not None else None
-    if packed is not None and stored.dtype not in packed:
+    if packed is not None and stored.dtype != packed:
         raise ConfigError(
-            f"{show(stored.name)} is stored as {stored.dtype} where quantization_config calls for {packed[0]}; "
+            f"{show(stored.name)} is stored as {stored.dtype} where quantization_config calls for {packed}; "
             "name its module in modules_to_not_convert if it is not quantised"
         )
     if packed is None and stored.dtype not in LOADABLE:

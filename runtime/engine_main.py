@@ -89,6 +89,7 @@ class EngineLoop:
                 self._engine = self._make_engine(group, ready, tokenizer)
                 on_host = self._start.config.parallel.device == "cpu"
                 self._reporter.cache_resident |= on_host and sum(ready.weight_bytes) <= llc_bytes()
+                self._report(self._engine)
                 self._client.send(ready)
                 self._serve(self._engine)
             if ready is None:

@@ -1,7 +1,8 @@
 """When an engine tells its client how it stands, and what it says: the `Stats` message, which is its heartbeat too.
 
 Not metrics (runtime/metrics/export.py) and not the counters' encoding (runtime/metrics/stats.py).
-Units: seconds. At most twice a second while busy, once when it falls idle, and each second in any case.
+Units: seconds. Once when the engine is ready (so that no gauge is missing when requests are taken), then at most twice a
+second while busy, once when it falls idle, and each second in any case.
 """
 
 from __future__ import annotations
@@ -41,17 +42,19 @@ class StatsReporter:
         self._clock = clock
         self._last = float("-inf")
         self._was_busy = False
+        self._was_ready = False
 
     def report(self, engine: Engine | None) -> None:
         """Send statistics if they are due; `engine` is None before it is ready."""
         busy = engine is not None and engine.has_work
         due = self._last + (BUSY_EVERY_S if busy else IDLE_EVERY_S)
         fell_idle = self._was_busy and not busy
+        became_ready = engine is not None and not self._was_ready
         now = self._clock()
         self._was_busy |= busy
-        if (now < due and not fell_idle) or self._client.pending_bytes:
+        if not became_ready and ((now < due and not fell_idle) or self._client.pending_bytes):
             return
-        self._last, self._was_busy = now, busy
+        self._last, self._was_busy, self._was_ready = now, busy, engine is not None
         self._client.post(self._stats(engine))
 
     def _stats(self, engine: Engine | None) -> Stats:
