@@ -1,8 +1,8 @@
 """When an engine tells its client how it stands, and what it says: the `Stats` message, which is its heartbeat too.
 
 Not metrics (runtime/metrics/export.py) and not the counters' encoding (runtime/metrics/stats.py).
-Units: seconds. Once when the engine is ready (so that no gauge is missing when requests are taken), then at most twice a
-second while busy, once when it falls idle, and each second in any case.
+Units: seconds. Once when the engine is ready (so that no gauge is missing when requests are taken), then at most twice
+a second while busy, once when it falls idle, and each second in any case.
 """
 
 from __future__ import annotations
