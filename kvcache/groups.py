@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..quant import NumberFormat
+from ..topologies.kv_sizes import WINDOWED
 
 KINDS = ("full", "window", "chunk", "latent")
 
 
 def first_visible(kind: str, window: int, position: int) -> int:
-    """Return the first position that a row at `position` of a group of `kind` sees.
+    """Return the first position that a row at `position` of a group of `kind` sees; later rows see no earlier one.
 
     Example:
         >>> first_visible("window", 8, 10), first_visible("chunk", 8, 10), first_visible("full", 0, 10)
@@ -64,18 +65,10 @@ class CacheGroup:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"cache group {self.name!r} has kind {self.kind!r}; use one of {', '.join(KINDS)}")
-        if (self.window > 0) != (self.kind in ("window", "chunk")):
+        if (self.window > 0) != (self.kind in WINDOWED):
             raise ValueError(f"cache group {self.name!r} of kind {self.kind!r} has window={self.window}")
-
-    def first_visible(self, position: int) -> int:
-        """Return the first position that a row at `position` sees; rows after it never see an earlier one."""
-        return first_visible(self.kind, self.window, position)
 
     def bytes_per_token(self) -> int:
         """Bytes that one token of one sequence takes over all layers of the group (K, and V where it is stored)."""
         elements = self.head_dim + (0 if self.kind == "latent" else self.value_dim)
         return len(self.layers) * self.num_kv_heads * elements * self.number_format.itemsize
-
-    def bytes_per_block(self, block_size: int) -> int:
-        """Exact bytes of one block of `block_size` tokens over all layers of the group."""
-        return self.bytes_per_token() * block_size

@@ -221,9 +221,7 @@ class LLM:
         if text is not None:
             ids = self._session.encode(text)
         assert ids is not None
-        return RequestOutput(
-            request_id=str(number), prompt=text, prompt_token_ids=ids, outputs=[CompletionOutput()], finished=False
-        )
+        return _unanswered(number, text, ids)
 
     def _params(
         self, made: Sequence[RequestOutput], params: SamplingParams | Sequence[SamplingParams] | None
@@ -234,10 +232,7 @@ class LLM:
 
     def _chat_request(self, number: int, messages: Any, kwargs: Mapping[str, Any]) -> RequestOutput:
         text = self._session.render(messages, kwargs)
-        ids = self._session.encode(text, add_special_tokens=False)
-        return RequestOutput(
-            request_id=str(number), prompt=text, prompt_token_ids=ids, outputs=[CompletionOutput()], finished=False
-        )
+        return _unanswered(number, text, self._session.encode(text, add_special_tokens=False))
 
     def _finish(self, made: list[RequestOutput], params: list[SamplingParams], progress: bool) -> list[RequestOutput]:
         places: list[tuple[RequestOutput, int]] = []
@@ -256,6 +251,11 @@ class LLM:
         finally:
             done()
         return made
+
+
+def _unanswered(number: int, text: str | None, token_ids: list[int]) -> RequestOutput:
+    """Return what becomes the result of prompt `number`; its outputs are made when their number is known."""
+    return RequestOutput(request_id=str(number), prompt=text, prompt_token_ids=token_ids, outputs=[], finished=False)
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -7,10 +7,8 @@ Units: bytes, bytes/s.
 
 from __future__ import annotations
 
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -55,15 +53,6 @@ def llc_bytes() -> int:
     return sizes[max(sizes)] if sizes else _FALLBACK_LLC_BYTES
 
 
-def available_bytes() -> int:
-    """Return the memory that can be had without swapping, caches that the kernel would drop included."""
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-
-
 def buffer_size(llc: int, free_bytes: int) -> int:
     """Return how many bytes to stream: twice the cache, within 1 GiB and an eighth of the free memory.
 
@@ -75,17 +64,16 @@ def buffer_size(llc: int, free_bytes: int) -> int:
     return max(_MIN_BUFFER_BYTES, min(2 * llc, most))
 
 
-@cache
-def measure_read_bandwidth(threads: int, num_together: int = 1) -> Bandwidth:
-    """Return how fast `threads` threads together read memory; measured once for the process, in about a second.
+def measure_read_bandwidth(threads: int, free_bytes: int) -> Bandwidth:
+    """Return how fast `threads` threads together read memory; takes about a second.
 
     Args:
         threads: at least 1; each reads its own part of the buffer, which it also touched first.
-        num_together: how many call this at the same time; they share the memory, so each gets its share of the ceiling.
+        free_bytes: memory that this call may look at; those that measure at the same time each name their share.
     """
     if threads < 1:
         raise ValueError(f"threads={threads} is not allowed; use at least 1")
-    num_bytes = buffer_size(llc_bytes(), available_bytes() // num_together)
+    num_bytes = buffer_size(llc_bytes(), free_bytes)
     parts = np.array_split(np.empty(num_bytes // 8), threads)
     best = float("inf")
     with ThreadPoolExecutor(threads) as pool:

@@ -167,6 +167,8 @@ class Engine:
         residue = self.scheduler.residue()
         if residue is None and self._live:
             residue = f"{len(self._live)} requests wait for tokens that nobody makes"
+        if residue is None and self._masks is not None and self._masks.num_open:
+            residue = f"grammars of {self._masks.num_open} requests are followed that have ended"
         if residue is None:
             return []
         if strict:
@@ -174,8 +176,8 @@ class Engine:
         log.error("the books of the idle engine do not balance: %s; starting with empty ones", residue)
         self.scheduler.rebuild()
         lost, self._live = list(self._live), {}
-        for request_id in lost:
-            self._close_mask(request_id)
+        if self._masks is not None:
+            self._masks.close_all()
         return [Delta(request_id=name, finish_reason="error", error="the engine lost this request") for name in lost]
 
     def _delta(self, update: SequenceUpdate) -> Delta:

@@ -120,6 +120,11 @@ class GrammarMasks:
         self._requests.pop(request_id, None)
         self._pending.pop(request_id, None)
 
+    def close_all(self) -> None:
+        """Forget all requests."""
+        for request_id in list(self._requests):
+            self.close(request_id)
+
     def collect(self, wait_s: float = 0.0, *, for_any: bool = False) -> list[MadeMask]:
         """Return what has been made, after waiting for at most `wait_s`.
 

@@ -22,9 +22,6 @@ MAX_STOP_TOKENS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 64
-STRUCTURED_KINDS = ("json", "json_object", "regex", "choice", "grammar")
-# Below this a softmax would overflow long before sampling could differ from the argmax.
-GREEDY_TEMPERATURE = 1e-2
 # What a request is taken to generate when work is weighed: most end long before their limit does.
 EXPECTED_OUTPUT_TOKENS = 256
 
@@ -33,7 +30,7 @@ class StructuredSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What the text must look like.
 
     Attributes:
-        kind: one of `STRUCTURED_KINDS`.
+        kind: one of `text.grammar.GRAMMAR_KINDS`.
         text: the JSON schema, the regular expression, the choices as a JSON list, or the grammar; empty where the kind
             says it all.
         thinking_start, thinking_end: marks between which the model may think first, freely; empty when it does not.
@@ -47,8 +44,10 @@ class StructuredSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     thinking: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in STRUCTURED_KINDS:
-            raise ValueError(f"kind={self.kind!r} is not allowed; use one of {', '.join(STRUCTURED_KINDS)}")
+        from ..text.grammar import GRAMMAR_KINDS  # brings a tokenizer along, which most users of this module lack
+
+        if self.kind not in GRAMMAR_KINDS:
+            raise ValueError(f"kind={self.kind!r} is not allowed; use one of {', '.join(GRAMMAR_KINDS)}")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,11 +120,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(
                 f"min_tokens={self.min_tokens} is not allowed; use at most max_tokens, which is {self.max_tokens}"
             )
-
-    @property
-    def greedy(self) -> bool:
-        """True when the most likely token is always taken."""
-        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
 
     def choices(self) -> tuple[SamplingParams, ...]:
         """Return the parameters of each of the `n` outputs, n = 1 each; the first one also reports on the prompt."""

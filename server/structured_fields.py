@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..runtime.params import StructuredSpec
+from ..text.grammar import GRAMMAR_KINDS
 from .errors import invalid
 from .field_table import check_inner
 
 FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _FORMATS = ("text", "json_object", "json_schema")
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
 # Options of other servers' engines. The values listed ask for nothing.
 _OPTIONS = {
     "disable_fallback": (None, False),
@@ -97,14 +97,14 @@ def _of_format(value: Any) -> Iterator[AskedStructure]:
 def _of_options(value: Any) -> Iterator[AskedStructure]:
     path = "structured_outputs"
     if not isinstance(value, dict):
-        raise invalid(f"{path} must be an object with one of {', '.join(_KINDS)}", path)
-    check_inner(value, (*_KINDS, *_OPTIONS), f"{path}.")
+        raise invalid(f"{path} must be an object with one of {', '.join(GRAMMAR_KINDS)}", path)
+    check_inner(value, (*GRAMMAR_KINDS, *_OPTIONS), f"{path}.")
     for name, fine in _OPTIONS.items():
         if value.get(name) not in fine:
             raise invalid(f"{path}.{name} is not supported; leave it out", f"{path}.{name}")
-    given = [name for name in _KINDS if value.get(name) is not None and value[name] is not False]
+    given = [name for name in GRAMMAR_KINDS if value.get(name) is not None and value[name] is not False]
     if not given:
-        raise invalid(f"{path} asks for nothing; set one of {', '.join(_KINDS)}", path)
+        raise invalid(f"{path} asks for nothing; set one of {', '.join(GRAMMAR_KINDS)}", path)
     for name in given:
         yield _structure(f"{path}.{name}", name, value[name])
 

@@ -46,7 +46,7 @@ INNER = {
 # knows how they are joined (`processes`) or watched (`metrics`).
 RUNTIME_EDGES = {
     "scheduling": {"plan", "params"},
-    "ranks": {"plan", "params", "config", "resolve", "kv_layout"},
+    "ranks": {"plan", "config", "resolve", "kv_layout"},
     "processes": {"plan", "messages", "config", "worker_main"},
     "metrics": {"plan", "messages"},
 }

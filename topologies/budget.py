@@ -75,11 +75,6 @@ class ByteBudget:
         return kv_sizes.group_blocks(self.kv_groups, self.limits, self.num_blocks)
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one KV block in every group."""
-        return self.limits.block_size * sum(group.bytes_per_token for group in self.kv_groups)
-
-    @property
     def longest_sequence(self) -> int:
         """The longest sequence that a rank's KV holds, at most `max_model_len`."""
         return kv_sizes.longest_sequence(self.kv_groups, self.limits, self.num_blocks)

@@ -54,11 +54,6 @@ class ModelFootprint:
     flops_per_token: int
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """KV of one token over all layers, for as long as every group holds it."""
-        return sum(group.bytes_per_token for group in self.kv_groups)
-
-    @property
     def replicated_bytes(self) -> int:
         """Weights that every rank of a group holds (attention data parallel): all but the routed experts."""
         return self.attention_bytes + self.dense_bytes + self.shared_bytes + self.embedding_bytes + self.head_bytes

@@ -6,6 +6,8 @@ Units: bytes, bytes/s, blocks.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from ...models.config import ModelConfig
@@ -13,6 +15,7 @@ from ...models.footprint import kv_groups, model_footprint
 from ...native.bandwidth import Bandwidth, measure_read_bandwidth
 from ...quant import NumberFormat
 from ...topologies import byte_budget, parse_topology
+from ...topologies.hardware import available_memory_bytes
 from ..config import EngineConfig
 from ..kv_layout import step_limits
 from ..resolve import kv_blocks
@@ -39,10 +42,14 @@ def blocks_that_fit(config: EngineConfig, model: ModelConfig, number_format: Num
     return kv_blocks(config.cache, groups, limits, free_bytes=left)
 
 
+@cache
 def read_bandwidth(device: torch.device, num_ranks: int) -> Bandwidth:
-    """Measure how fast this rank reads the memory that holds its weights, with `num_ranks` ranks at it together."""
+    """Return how fast this rank reads the memory that holds its weights, with `num_ranks` ranks at it together.
+
+    Measured once for the process. The ranks share the memory of a host, so each gets its share of the ceiling.
+    """
     if device.type == "cpu":
-        return measure_read_bandwidth(torch.get_num_threads(), num_ranks)
+        return measure_read_bandwidth(torch.get_num_threads(), available_memory_bytes() // num_ranks)
     buffer = torch.ones(_GPU_BUFFER_BYTES // 4, device=device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     best_ms = float("inf")

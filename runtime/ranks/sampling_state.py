@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..params import GREEDY_TEMPERATURE
 from ..plan import Admission, unpack
 from .banned import BadWords
 from .finish import NO_TOKEN
 from .logit_edits import LogitEdits
 from .penalties import PenaltyTable
 from .sampler import SamplingRows
+
+# Below this a softmax would overflow long before sampling could differ from the argmax.
+GREEDY_TEMPERATURE = 1e-2
 
 
 class SlotSampling:

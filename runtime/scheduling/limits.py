@@ -54,7 +54,8 @@ class SchedulerConfig:
         exchange: name of the exchange that every step uses.
         max_queued_requests: waiting requests of the whole group, beside one a slot; more are refused.
         eos_token_ids: tokens that end a sequence, unless it ignores them.
-        max_chunk_tokens: most prompt tokens of one sequence in one step; None sets no limit but the step's.
+        max_chunk_tokens: most prompt tokens of one sequence in one step; None sets no limit but the step's. No engine
+            option sets it: with it checks cut prompts where they want to.
     """
 
     num_ranks: int

@@ -38,7 +38,7 @@ def latent(layers: tuple[int, ...], *, value_dim: int = 5) -> CacheGroup:
 def test_sizes_are_exact() -> None:
     groups = [group((0, 2)), group((1,), name="other", dtype="float32")]
     storage = KVStorage(groups, num_blocks=5, block_size=4)
-    assert storage.num_bytes == sum(5 * g.bytes_per_block(4) for g in groups)
+    assert storage.num_bytes == sum(5 * 4 * g.bytes_per_token() for g in groups)
     assert [g.bytes_per_token() for g in groups] == [2 * 2 * 2 * 8 * 2, 2 * 2 * 8 * 4]
     for layer, dtype in ((0, torch.bfloat16), (1, torch.float32)):
         for tensor in storage.layer(layer):
@@ -89,7 +89,7 @@ def test_keys_and_values_may_differ_in_width_and_groups_in_blocks() -> None:
     storage = KVStorage(groups, num_blocks=(3, 5), block_size=4)
     assert storage.num_blocks == (3, 5)
     assert [storage.group_of(layer) for layer in (0, 1, 2)] == [1, 0, 1]
-    assert storage.num_bytes == 3 * groups[0].bytes_per_block(4) + 5 * groups[1].bytes_per_block(4)
+    assert storage.num_bytes == 4 * (3 * groups[0].bytes_per_token() + 5 * groups[1].bytes_per_token())
     assert [tuple(tensor.shape) for tensor in storage.layer(1)] == [(3, 4, 2, 8), (3, 4, 2, 12)]
     assert groups[0].bytes_per_token() == 2 * (8 + 12) * 4
     k, v = torch.randn(1, 2, 8), torch.randn(1, 2, 12)

@@ -76,7 +76,7 @@ def test_numbers_of_mixtral_by_hand():
     assert footprint.expert_bytes == 3 * 64 * 96 * 2
     assert footprint.attention_bytes == 2 * 2 * (64 * (64 + 32 + 32) + 64 * 64 + 64)
     assert footprint.dense_bytes == 2 * (2 * 8 * 64 + 3 * 64)
-    assert footprint.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
+    assert [group.bytes_per_token for group in footprint.kv_groups] == [2 * 2 * 2 * 16 * 2]
     assert footprint.flops_per_token == 2 * (2 * (64 * 192 + 8 * 64 + 2 * 3 * 64 * 96) + 512 * 64)
     assert footprint.activation_itemsize == 2 and footprint.max_model_len == 4096
 
@@ -84,4 +84,4 @@ def test_numbers_of_mixtral_by_hand():
 def test_one_cache_group_holds_all_layers():
     (group,) = cache_groups(load_config(checkpoint("T-QW3")), dtype="float32")
     assert (group.kind, group.layers, group.num_kv_heads, group.head_dim) == ("full", (0, 1), 2, 32)
-    assert group.bytes_per_block(16) == 16 * 2 * 2 * 2 * 32 * 4
+    assert group.bytes_per_token() == 2 * 2 * 2 * 32 * 4

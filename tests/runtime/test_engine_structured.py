@@ -7,7 +7,7 @@ import pytest
 
 from moewe.runtime import engine as engine_module
 from moewe.runtime.deltas import seed_sequence
-from moewe.runtime.engine import Engine
+from moewe.runtime.engine import BooksError, Engine
 from moewe.runtime.grammar_masks import GrammarMasks
 from moewe.runtime.messages import INVALID_REQUEST, Submit
 from moewe.runtime.params import SamplingParams, StructuredSpec
@@ -141,8 +141,16 @@ def run(engine: Engine) -> dict[str, tuple[str, str | None, str | None]]:
                 ends[delta.request_id] = delta.finish_reason, delta.error
         engine.scheduler.check_invariants()
     assert not engine.has_work and engine.settle(strict=True) == []
-    assert engine._masks is None or (engine._masks.num_open, engine._masks.num_pending) == (0, 0)
+    assert engine._masks is None or not engine._masks.num_pending
     return {name: (texts[name], *end) for name, end in ends.items()}
+
+
+def test_a_grammar_that_nobody_follows_is_noticed_when_idle_and_mended(engine: Engine) -> None:
+    engine._masks.open("gone", StructuredSpec(kind="regex", text="hello"), may_end=True)
+    with pytest.raises(BooksError, match="grammars of 1 requests"):
+        engine.settle(strict=True)
+    assert engine.settle() == []
+    assert engine.settle(strict=True) == []
 
 
 def test_a_text_ends_with_its_grammar(engine: Engine) -> None:

@@ -38,7 +38,7 @@ def test_the_models_file_is_read(tmp_path: Path) -> None:
 def test_do_sample_false_is_greedy(tmp_path: Path) -> None:
     defaults = read(tmp_path, SAID | {"do_sample": False, "min_p": 0.1, "repetition_penalty": 1.1})
     assert defaults.sampling == {"temperature": 0.0, "max_tokens": 2048, "repetition_penalty": 1.1}
-    assert defaults.params({}).greedy and defaults.lacking == ()
+    assert defaults.params({}).temperature == 0 and defaults.lacking == ()
     warm = defaults.params({"temperature": 1.0})
     assert warm == SamplingParams(temperature=1.0, max_tokens=2048, repetition_penalty=1.1)
 

@@ -57,6 +57,11 @@ def test_auto_becomes_numbers(host):
     assert found.config.cache.num_blocks == useful == found.budget.num_blocks
 
 
+def block_bytes(budget):
+    """Return the bytes of one KV block in every group."""
+    return budget.limits.block_size * sum(group.bytes_per_token for group in budget.kv_groups)
+
+
 def test_resolving_twice_changes_nothing(host):
     first = resolve(config())
     assert resolve(first.config).config == first.config
@@ -64,7 +69,7 @@ def test_resolving_twice_changes_nothing(host):
 
 def test_little_memory_lowers_the_length(host):
     open_ended = resolve(config())
-    block = open_ended.budget.block_bytes
+    block = block_bytes(open_ended.budget)
     small = 2 * (open_ended.budget.fixed_bytes + 5 * block)
     host(int(small / 0.9) + 4096)
     found = resolve(config())
@@ -78,7 +83,7 @@ def test_little_memory_lowers_the_length(host):
 
 
 def test_kv_that_nobody_sized_is_modest_but_holds_a_sequence(host):
-    block = resolve(config()).budget.block_bytes
+    block = block_bytes(resolve(config()).budget)
     many = {"max_num_seqs": 512}
     host(256 << 20 << 3)
     assert resolve(config(schedule=many)).config.cache.num_blocks == (256 << 20) // 2 // block
@@ -107,7 +112,7 @@ def test_gpus_are_counted_and_weighed(host, gpus):
 
 def test_a_small_gpu_lowers_the_length_unless_it_was_asked_for(host, gpus):
     whole = resolve(config("EP1DP1")).budget
-    gpus(int((whole.fixed_bytes + 5 * whole.block_bytes) / 0.9) + 4096)
+    gpus(int((whole.fixed_bytes + 5 * block_bytes(whole)) / 0.9) + 4096)
     assert resolve(config("EP1DP1", parallel={"device": "cuda"})).budget.limits.max_model_len == 80
     with pytest.raises(ValueError, match="max_model_len=100"):
         resolve(config("EP1DP1", parallel={"device": "cuda"}, model={"max_model_len": 100}))
@@ -121,7 +126,7 @@ def test_cuda_without_a_gpu_is_one_line(host):
 
 def test_exact_numbers_win(host):
     assert resolve(config(cache={"num_blocks": 7}, model={"max_model_len": 64})).config.cache.num_blocks == 7
-    block = resolve(config()).budget.block_bytes
+    block = block_bytes(resolve(config()).budget)
     kv = {"kv_cache_memory_bytes": 9 * block + block // 2}
     assert resolve(config(cache=kv, model={"max_model_len": 64})).config.cache.num_blocks == 9
     assert resolve(config(parallel={"threads": 3})).config.parallel.threads == 3
@@ -240,7 +245,10 @@ def test_kv_of_windows_is_sized_logged_and_reaches_the_length(host, caplog):
 def test_latent_kv_is_as_wide_as_its_rows(host):
     found = resolve(config(model={"path": str(checkpoint("T-DS2"))}))
     latent = found.model.latent
-    assert found.footprint.kv_bytes_per_token == (latent.kv_rank + latent.rope_dim) * found.model.num_layers * 4
+    assert (
+        sum(group.bytes_per_token for group in found.footprint.kv_groups)
+        == (latent.kv_rank + latent.rope_dim) * found.model.num_layers * 4
+    )
 
 
 @pytest.mark.parametrize("asked", ["auto", "float32", "fp32"])

@@ -7,17 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from moewe.runtime.params import SamplingParams
 from moewe.runtime.ranks import sampler, sampler_reference
 from moewe.runtime.ranks.randomness import uniform
 from moewe.runtime.ranks.sampler import SamplingRows, finite_rows, sample, token_logprobs
+from moewe.runtime.ranks.sampling_state import GREEDY_TEMPERATURE
 from tests.support.numerics import LOGPROBS, PROBABILITIES
 
 
 def make_rows(num, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None, position=None):
-    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     return SamplingRows(
-        greedy=np.full(num, params.greedy),
+        greedy=np.full(num, temperature < GREEDY_TEMPERATURE or top_k == 1),
         temperature=np.full(num, temperature, np.float64),
         top_p=np.full(num, top_p, np.float64),
         top_k=np.full(num, top_k, np.int64),

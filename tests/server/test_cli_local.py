@@ -73,7 +73,7 @@ def test_generate_streams_and_ends_with_a_newline(say: Any, capsys: pytest.Captu
     assert cli_local.generate(settings("France is", max_tokens=5)) == 0
     assert capsys.readouterr().out == " Paris.[2J\n"
     assert fake.prompts == ["France is"]
-    assert fake.used[0].greedy and fake.used[0].max_tokens == 5
+    assert fake.used[0].temperature == 0 and fake.used[0].max_tokens == 5
 
 
 def test_an_empty_answer_is_explained(say: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ import torch
 from moewe.attention.batch import AttentionBatch
 from moewe.attention.build import build_attention_batch
 from moewe.kvcache import KVStorage
-from moewe.kvcache.groups import CacheGroup
+from moewe.kvcache.groups import CacheGroup, first_visible
 from moewe.models.config import ModelConfig
 from moewe.models.decoder import Decoder, ForwardBatch
 from moewe.models.families import load_config
@@ -179,7 +179,7 @@ def _attention(pieces: Sequence[Piece], group: CacheGroup, poison: int) -> Atten
     """What the pieces read and write in one cache group."""
     pieces = [replace(p, block_table=p.block_table.copy()) for p in pieces]
     for piece in pieces:
-        piece.block_table[: group.first_visible(piece.start) // BLOCK_SIZE] = poison
+        piece.block_table[: first_visible(group.kind, group.window, piece.start) // BLOCK_SIZE] = poison
     decodes = [p for p in pieces if p.num_rows == 1]
     width = max((len(p.block_table) for p in decodes), default=0)
     tables = np.zeros((len(decodes), width), np.int64)

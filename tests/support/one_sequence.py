@@ -14,6 +14,7 @@ import torch
 
 from moewe.attention.build import build_attention_batch
 from moewe.kvcache import KVStorage
+from moewe.kvcache.groups import first_visible
 from moewe.models.config import ModelConfig
 from moewe.models.decoder import Decoder, ForwardBatch
 from moewe.models.footprint import cache_groups
@@ -65,7 +66,7 @@ def _batch(storage: KVStorage, table: np.ndarray, tokens: list[int], rows: range
     slots = table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
     batches = []
     for group in storage.groups:
-        for block in table[: group.first_visible(rows.start) // BLOCK_SIZE].tolist():
+        for block in table[: first_visible(group.kind, group.window, rows.start) // BLOCK_SIZE].tolist():
             for layer in group.layers:
                 storage.layer(layer)[0][block] = torch.nan
         single = len(rows) == 1

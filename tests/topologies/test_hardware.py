@@ -36,6 +36,8 @@ def test_memory_under_a_v2_limit_of_a_parent(tmp_path: Path) -> None:
         (root / "sys/fs/cgroup" / folder / "memory.current").write_text(used)
     assert host_memory_bytes(root) == 512000
     assert available_memory_bytes(root) == 12000
+    (root / "sys/fs/cgroup/a/memory.stat").write_text("anon 1\ninactive_file 300000\nactive_file 50\n")
+    assert available_memory_bytes(root) == 312000  # a checkpoint that was read stays in the cache until room is needed
 
 
 def test_memory_under_a_v1_limit_seen_at_the_mount(tmp_path: Path) -> None:
@@ -46,6 +48,8 @@ def test_memory_under_a_v1_limit_seen_at_the_mount(tmp_path: Path) -> None:
     (folder / "memory.usage_in_bytes").write_text("400000")
     assert host_memory_bytes(root) == 300000
     assert available_memory_bytes(root) == 0
+    (folder / "memory.stat").write_text("inactive_file 7\ntotal_inactive_file 150000\n")
+    assert available_memory_bytes(root) == 50000
     (folder / "memory.limit_in_bytes").write_text(str(2**63 - 4096))
     assert host_memory_bytes(root) == 1000 * 1024
 

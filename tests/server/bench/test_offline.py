@@ -71,7 +71,9 @@ def test_latency_measures_batches_after_warm_ups(run: Any, capsys: pytest.Captur
     results = content["results"]
     assert code == 0 and len(session.calls) == 5
     assert all(len(prompt) == 6 for prompts, _ in session.calls for prompt in prompts)
-    assert all(own.max_tokens == 5 and own.ignore_eos and own.greedy for _, params in session.calls for own in params)
+    assert all(
+        own.max_tokens == 5 and own.ignore_eos and own.temperature == 0 for _, params in session.calls for own in params
+    )
     assert (results["batches"], results["completed"], results["total_output_tokens"]) == (3, 12, 60)
     assert results["total_input_tokens"] == 72 and results["max_concurrent_requests"] == 4
     assert results["tokens_per_piece"] == pytest.approx(5 / 3) and results["peak_memory_bytes"] > 1 << 20

@@ -1,0 +1,39 @@
+"""What a rank says of its memory: read bandwidth is measured once for the process, in the share that a rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moewe.native.bandwidth import Bandwidth
+from moewe.runtime.ranks import memory
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """What measurements were told of free memory, on a host that has 8 GiB."""
+    shares: list[int] = []
+
+    def measure(threads: int, free_bytes: int) -> Bandwidth:
+        shares.append(free_bytes)
+        return Bandwidth(1e9, 16 << 20, cache_resident=False)
+
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 8 << 30)
+    monkeypatch.setattr(memory, "measure_read_bandwidth", measure)
+    memory.read_bandwidth.cache_clear()
+    yield shares
+    memory.read_bandwidth.cache_clear()
+
+
+def test_it_is_measured_once_for_the_process(asked: list[int]) -> None:
+    assert memory.read_bandwidth(CPU, 1) is memory.read_bandwidth(CPU, 1)
+    assert asked == [8 << 30]
+
+
+def test_ranks_that_measure_together_share_the_memory(asked: list[int]) -> None:
+    assert memory.read_bandwidth(CPU, 1) is not memory.read_bandwidth(CPU, 4)
+    assert asked == [8 << 30, 2 << 30]
