@@ -13,14 +13,13 @@ from pathlib import Path
 
 from .config import ConfigError
 from .json_fields import read_object, show, show_path
-from .safetensors_file import SafetensorsFile, StoredTensor
+from .safetensors_file import LOADABLE, SafetensorsFile, StoredTensor
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 MAX_INDEX_BYTES = 256 << 20
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".ckpt")
 _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _EMBEDDING = "model.embed_tokens.weight"
-_FORMATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +111,8 @@ def stored_format(folder: Path) -> str | None:
             file = SafetensorsFile(folder / name)
             file.close()
             for tensor in file.tensors.values():
-                if tensor.name.endswith(_EMBEDDING) and tensor.dtype in _FORMATS:
-                    return _FORMATS[tensor.dtype]
+                if tensor.name.endswith(_EMBEDDING) and tensor.dtype in LOADABLE:
+                    return LOADABLE[tensor.dtype]
     except ConfigError:
         pass
     return None

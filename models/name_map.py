@@ -26,10 +26,9 @@ from .parameters import (
     names_of,
     scheme_of,
 )
-from .safetensors_file import StoredTensor
+from .safetensors_file import LOADABLE, StoredTensor
 from .tensor_names import Spelling
 
-LOADABLE = ("F32", "F16", "BF16")
 _STORED_AS = {torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3"}
 _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _IN_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.(.+)")

@@ -37,6 +37,8 @@ ITEMSIZES = {
     "F64": 8,
     "C64": 8,
 }
+# Number formats that weights may be stored in where they are not quantised, and what `quant.FORMATS` calls them.
+LOADABLE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Number formats of weights, activations and KV: their names, widths and torch types.
 
 Not a quantiser and not a kernel: only the table that everybody reads, so that a format is spelled in one place.
-Units: bits per element; bytes per element as a float only where a format packs several elements in a byte.
+Units: bytes per element. Formats that pack several elements in a byte are schemes of `tensor`.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class NumberFormat:
-    """One number format: `name` as config.json spells it, `bits` per element, the torch type that holds it."""
+    """One number format: `name` as config.json spells it, and the torch type that holds it."""
 
     name: str
-    bits: int
     torch_dtype: torch.dtype
 
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
-        return self.bits // 8
+        return self.torch_dtype.itemsize
 
 
 FORMATS: dict[str, NumberFormat] = {
-    "float32": NumberFormat(name="float32", bits=32, torch_dtype=torch.float32),
-    "bfloat16": NumberFormat(name="bfloat16", bits=16, torch_dtype=torch.bfloat16),
-    "float16": NumberFormat(name="float16", bits=16, torch_dtype=torch.float16),
+    "float32": NumberFormat(name="float32", torch_dtype=torch.float32),
+    "bfloat16": NumberFormat(name="bfloat16", torch_dtype=torch.bfloat16),
+    "float16": NumberFormat(name="float16", torch_dtype=torch.float16),
 }
 _ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 

@@ -65,7 +65,7 @@ def grammar_source(kind: str, text: str) -> str:
     try:
         return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
     except (ValueError, RecursionError) as error:
-        raise GrammarError(f"it nests too deep ({_one_line(str(error))})") from None
+        raise GrammarError(f"it nests too deep ({_reason(str(error))})") from None
 
 
 class GrammarTokens:
@@ -143,7 +143,7 @@ class Matcher:
             GrammarError: the grammar does not allow it here, or gave up.
         """
         if not self._state.consume_token(token_id):
-            raise GrammarError(_one_line(self._state.get_error()) or f"token {token_id} is not allowed here")
+            raise GrammarError(_reason(self._state.get_error()) or f"token {token_id} is not allowed here")
 
     def mask(self, *, may_end: bool = True) -> bytes:
         """Return which tokens may come next. Where only the end may, they are the end tokens whatever is asked.
@@ -157,7 +157,7 @@ class Matcher:
         tokens = self._tokens
         words = np.frombuffer(self._state.compute_bitmask(), "<u4")[: tokens.num_words].copy()
         if self._state.is_error():
-            raise GrammarError(_one_line(self._state.get_error()) or "the grammar is too complex here")
+            raise GrammarError(_reason(self._state.get_error()) or "the grammar is too complex here")
         if tokens.vocab_size % 32:  # the library's own end token sits behind the last
             words[-1] &= np.uint32((1 << tokens.vocab_size % 32) - 1)
         if self.accepting and (may_end or not words.any()):
@@ -179,7 +179,7 @@ def compile_source(source: str, library_tokens: Any) -> Any:
     if not state.is_error():
         state.compute_bitmask()
     if state.is_error():
-        raise GrammarError(_one_line(state.get_error()) or "it does not compile")
+        raise GrammarError(_reason(state.get_error()) or "it does not compile")
     return state
 
 
@@ -284,7 +284,7 @@ def _as_lark(text: str) -> str:
     try:
         return str(gbnf_to_lark(text))
     except Exception as error:  # the converter has errors of many kinds
-        raise GrammarError(f"it is not a GBNF grammar ({_one_line(str(error))})") from None
+        raise GrammarError(f"it is not a GBNF grammar ({_reason(str(error))})") from None
 
 
 def _bits(token_ids: Sequence[int], num_words: int) -> np.ndarray:
@@ -294,8 +294,8 @@ def _bits(token_ids: Sequence[int], num_words: int) -> np.ndarray:
     return words
 
 
-def _one_line(message: str) -> str:
-    """The library's message without its drawings of the place."""
+def _reason(message: str) -> str:
+    """Return the library's message in one line, without its drawings of the place."""
     text = " ".join(message.replace("<non-verbose/>", "").split())
     if "NoExtension" in text:
         return "no text fulfils it"

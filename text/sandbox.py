@@ -121,7 +121,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters["sum"] = _sum
         self.filters["replace"] = _replace
         self.filters["join"] = _join
-        self.filters |= {"_bounded": _bounded, "_concat": _concat, "_tick": _tick}
+        self.filters |= {"_bounded": _bounded, "_concat": _join, "_tick": _tick}
         self.globals["raise_exception"] = _raise
         self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
 
@@ -236,10 +236,6 @@ def _is_small(value: Any) -> bool:
 def _tick(_: None) -> None:
     if time.thread_time() > getattr(_limits, "deadline", 0.0):
         raise TemplateError(f"chat template ran for more than {MAX_CPU_SECONDS:g} s; it may loop for ever")
-
-
-def _concat(values: list[Any]) -> str:
-    return _join(values)
 
 
 def _bounded(value: Any) -> Any:

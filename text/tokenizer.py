@@ -172,7 +172,7 @@ def check_tokenizer_files(path: Path) -> None:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load the tokenizer of a model folder (or, through transformers, of a hub id given as a path).
+    """Load the tokenizer of a model folder.
 
     Raises:
         ValueError: nothing usable there; one line that names path and fix.

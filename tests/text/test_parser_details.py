@@ -197,6 +197,7 @@ def test_schema_of_any_function_lists_all_and_lifts_definitions() -> None:
 def test_forced_answers_are_read(name: str | None, text: str, calls: list[Any], complete: list[bool]) -> None:
     assert summary(events_of(forced_parser(name), list(text))) == ("", "", calls, complete)
     assert summary(events_of(forced_parser(name), ["No."])) == ("", "No.", [], [])
+    assert summary(events_of(forced_parser(name), ["No.\0", " Never."])) == ("", "No.\0 Never.", [], [])
 
 
 # --- arguments of earlier calls ---------------------------------------------------------------------------------------

@@ -138,6 +138,11 @@ class Cursor:
                 return ""
             yield
 
+    def rest(self, out: Sink) -> Steps[None]:
+        """Hand on all that is left, as it comes."""
+        while (yield from self.peek()):
+            out(self.take_all())
+
     def word(self, markers: Sequence[str]) -> Steps[tuple[str, str]]:
         """Consume up to MAX_WORD characters and the marker after them; return both, or two empty texts."""
         reach = MAX_WORD + max(map(len, markers))

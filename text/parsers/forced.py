@@ -78,4 +78,4 @@ class ForcedCalls(Parser):
                     break
                 cursor.take(1)
         if not self.num_calls:
-            yield from cursor.until(("\0",), self._text)
+            yield from cursor.rest(self._text)

@@ -35,8 +35,8 @@ class MarkedReasoning(Parser):
             self._text("".join(blanks))
         if self.thinking and (yield from cursor.until((end,), self._think)):
             self.thinking = False
-        while (yield from cursor.peek()):
-            self._text(cursor.take_all())
+            self._think("")  # where there was no thought, a seam is there all the same
+        yield from cursor.rest(self._text)
 
     def _think(self, text: str) -> None:
         self.put(Reasoning(text))
