@@ -79,12 +79,11 @@ class ChatTemplate:
         """
         if self._template is None:
             raise TemplateError(self.problem or "chat template does not compile")
-        values: dict[str, Any] = {"documents": None, **self._variables, **kwargs, "tools": tools}
-        values["messages"] = [_plain(message, self._missing) for message in messages]
+        values: dict[str, Any] = {"documents": None, **self._variables, **kwargs}
         values["add_generation_prompt"] = add_generation_prompt
         try:
             with metered():
-                return _joined(self._template.generate(values))
+                return self._filled(values, messages, tools)
         except TemplateError:
             raise
         except jinja2.TemplateError as error:
@@ -93,6 +92,24 @@ class ChatTemplate:
             raise TemplateError("chat template: it calls itself without end") from None
         except Exception as error:  # a template can raise whatever an operation on its data raises
             raise TemplateError(f"chat template: {type(error).__name__}: {one_line(error)}") from None
+
+    def _filled(
+        self, values: dict[str, Any], messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> str:
+        """Render; where a template fails on what OpenAI lets clients leave out, with the gaps filled."""
+        assert self._template is not None
+        failed: Exception | None = None
+        last: Any = None
+        for missing, shown in ((self._missing, tools), ("", tools), ("", _described(tools) or tools)):
+            given = {"messages": [_plain(message, missing) for message in messages], "tools": shown}
+            if given == last:
+                continue
+            try:
+                return _joined(self._template.generate({**values, **given}))
+            except (TypeError, AttributeError, jinja2.UndefinedError) as error:
+                failed, last = failed or error, given
+        assert failed is not None
+        raise failed
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,3 +172,14 @@ def _plain(message: Mapping[str, Any], missing: str | None) -> dict[str, Any]:
     if isinstance(content, list):
         content = "\n".join(part["text"] for part in content)
     return with_readable_calls({**message, "content": missing if content is None else content})
+
+
+def _described(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
+    """Return tools in which every function has a description, if only an empty one."""
+    found = []
+    for tool in tools or ():
+        function = tool.get("function")
+        if isinstance(function, Mapping):
+            tool = {**tool, "function": {**function, "description": function.get("description") or ""}}
+        found.append(tool)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -61,6 +62,26 @@ def test_missing_content_stays_missing_for_templates_that_ask(spelling: str) -> 
         [{"role": "assistant", "content": None}, {"role": "assistant", "content": "a"}],
     )
     assert found == ("[False][True]" if "not" in spelling else "[True][False]")
+
+
+@pytest.mark.parametrize("use", ["'x' in m.content", "m.content | length > 0", "m.content.lstrip() != ''"])
+def test_gaps_are_filled_where_a_template_fails_on_them(use: str) -> None:
+    """P-TOK-07 with templates that ask for a missing content in one place and cut it in another, as Qwen3's first."""
+    source = "{% for m in messages %}{% if m.content is not none %}!{% endif %}[{{ " + use + " }}]{% endfor %}"
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": []}]
+    assert render(source, turns) == "![True]![False]"
+    assert render("{% for m in messages %}{{ m.content is none }}{% endfor %}", turns) == "FalseTrue"
+
+
+def test_a_function_needs_no_description() -> None:
+    """gpt-oss joins it to a text; templates that only print tools get them as they were sent."""
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
+    chat = [{"role": "user", "content": "x"}]
+    source = "{% for t in tools %}{{ '// ' + t.function.description + t.function.name }}{% endfor %}"
+    assert ChatTemplate(source).render(chat, tools=tools) == "// now"
+    with pytest.raises(TemplateError, match="no attribute 'descriptions'"):
+        ChatTemplate(source.replace("description", "descriptions")).render(chat, tools=tools)
+    assert json.loads(ChatTemplate("{{ tools | tojson }}").render(chat, tools=tools)) == tools
 
 
 def test_syntax_error_is_known_at_start_and_told_at_use() -> None:

@@ -142,6 +142,11 @@ def test_thinking_begins_where_the_prompt_or_the_model_opens_it() -> None:
     assert thought("deepseek_r1", "Hm.</think>Yes.") == ("Hm.", "Yes.")
     assert thought("deepseek_r1", "<think>Hm.</think>Yes.") == ("Hm.", "Yes.")
     assert thought("deepseek_r1", "Yes.", prompt="<think>\n\n</think>\n\n") == ("", "Yes.")
+    assert thought("qwen3", "<think>\n\n  Hm. \n</think>Yes.") == ("Hm.", "Yes.")
+    for empty in ("<think></think>\n", "<think>\n\n</think>\n\n", "\n<think></think>\n\n"):  # told not to think
+        assert thought("qwen3", f"{empty}Yes.\n") == ("", "Yes.\n")
+    assert thought("qwen3", "\n</think>\n\nYes.", prompt="<think>") == ("", "Yes.")
+    assert thought("qwen3", "\n\nYes.") == ("", "\n\nYes.")
     assert thought("qwen3", "Yes. <think>no</think>") == ("", "Yes. <think>no</think>")
     assert thought("gpt_oss", "<|channel|>analysis<|message|>Hm.<|end|><|channel|>final<|message|>Yes.") == (
         "Hm.",

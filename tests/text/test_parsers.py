@@ -161,6 +161,16 @@ def test_no_output_breaks_a_parser_and_no_cut_changes_what_it_reads(name: str, d
     assert events_of(parser_of(name, opened), list(text)) == whole
 
 
+def test_llama_3_2_writes_calls_without_a_tag() -> None:
+    turn = "{{ '<|start_header_id|>ipython' }}{{ '{\"name\": \"' }}{{ '\"parameters\": ' }}"
+    found = output_format("auto", "auto", turn)
+    assert found == OutputFormat(tools="llama3_json")
+    parser = found.parser(tools=TOOLS)
+    assert parser is not None
+    assert summary(events_of(parser, list('{"name": "now", "parameters": {}}'))) == ("", "", [("now", {})], [True])
+    assert output_format("auto", "auto", "{{ '<|start_header_id|>ipython' }}").tools is None
+
+
 def test_formats_are_chosen_by_name() -> None:
     assert output_format("none", "none", TEMPLATES["hermes"]) == OutputFormat()
     assert output_format("qwen25", "glm45", None) == OutputFormat(tools="hermes", reasoning="qwen3")

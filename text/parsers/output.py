@@ -67,6 +67,8 @@ class OutputParser:
 
     def _tidied_text(self, event: Text | Reasoning) -> list[Event]:
         kind, body = type(event), event.text.rstrip(_BLANKS)
+        if kind is Reasoning and not body and self._kind is None:
+            self._kind, self._held = object, []  # no part yet, but what comes does not open the output
         if body and kind is not self._kind:
             # A text that opens the output keeps the blanks before it, which were held under no kind.
             self._held = self._held if self._kind is None and kind is Text else []

@@ -30,6 +30,7 @@ class ToolFormat:
     Attributes:
         make: a parser for one output, given the types of arguments.
         marks: a template that writes all of these writes this format.
+        or_marks: so does one that writes all of these.
         tokens: marks that may be special tokens, which are then kept as text.
         short_ids: ids of calls are 9 letters and digits, as the template demands.
     """
@@ -37,7 +38,12 @@ class ToolFormat:
     make: Callable[[ArgumentKinds], Parser]
     marks: tuple[str, ...]
     tokens: tuple[str, ...]
+    or_marks: tuple[str, ...] = ()
     short_ids: bool = False
+
+    def is_written_by(self, template: str) -> bool:
+        """Return whether the source of a chat template shows this format."""
+        return any(marks and all(mark in template for mark in marks) for marks in (self.marks, self.or_marks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +103,10 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "llama4_pythonic": ToolFormat(
         make=lambda _: Pythonic(), marks=("<|python_start|>",), tokens=("<|python_start|>", "<|python_end|>")
     ),
-    "llama3_json": ToolFormat(make=lambda _: BareJson(), marks=("<|python_tag|>",), tokens=("<|python_tag|>",)),
+    "llama3_json": ToolFormat(
+        make=lambda _: BareJson(), marks=("<|python_tag|>",), tokens=("<|python_tag|>",),
+        or_marks=("ipython", '"parameters": '),
+    ),
 }  # fmt: skip
 TOOL_ALIASES = {
     "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31", "glm": "glm45", "glm47": "glm45", "gpt-oss": HARMONY,
@@ -183,7 +192,7 @@ def output_format(tools: str, reasoning: str, template: str | None) -> OutputFor
     """
     source = template or ""
     if tools == AUTO:
-        chosen = next((name for name, form in TOOL_FORMATS.items() if all(mark in source for mark in form.marks)), None)
+        chosen = next((name for name, form in TOOL_FORMATS.items() if form.is_written_by(source)), None)
     else:
         chosen = _named("tool_call_parser", tools, TOOL_FORMATS, TOOL_ALIASES)
     if reasoning != AUTO:
