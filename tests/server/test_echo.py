@@ -1,4 +1,4 @@
-"""Echo and log-probabilities of prompts: P-API-01 in the shapes of answers (its numbers: tests/e2e/test_server_fields.py)."""
+"""Echo and log-probabilities of prompts, P-API-01, in the shapes of answers (numbers: e2e/test_server_fields.py)."""
 
 from __future__ import annotations
 
