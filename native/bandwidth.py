@@ -1,12 +1,14 @@
 """Measures how fast this machine's memory can be read: the ceiling that saturation is a share of.
 
-Not a hardware table and not a counter of a running engine. numpy sums a buffer, without the interpreter lock.
+Not a hardware table and not a counter of a running engine. Native code streams a buffer; where there is none, numpy sums it
+without the interpreter lock, which reaches less.
 Ranks that share a memory share its ceiling: they measure at the same time (runtime/worker.py has them begin together).
 Units: bytes, bytes/s.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+
+from .library import load
 
 _MAX_BUFFER_BYTES = 1 << 30
 _MIN_BUFFER_BYTES = 16 << 20
@@ -73,7 +77,26 @@ def measure_read_bandwidth(threads: int, free_bytes: int) -> Bandwidth:
     """
     if threads < 1:
         raise ValueError(f"threads={threads} is not allowed; use at least 1")
-    num_bytes = buffer_size(llc_bytes(), free_bytes)
+    wanted = buffer_size(llc_bytes(), free_bytes)
+    library = load()
+    rate, num_bytes = (0.0, 0) if library is None else _read_natively(library, threads, wanted)
+    if not rate:
+        rate, num_bytes = _read_with_numpy(threads, wanted)
+    return Bandwidth(bytes_per_second=rate, buffer_bytes=num_bytes, cache_resident=num_bytes <= llc_bytes())
+
+
+def _read_natively(library: ctypes.CDLL, threads: int, num_bytes: int) -> tuple[float, int]:
+    """Return bytes/s and the bytes that were read in a pass; 0 when there is no memory."""
+    function = library.moewe_read_rate
+    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_double, ctypes.c_double, ctypes.c_void_p]
+    function.restype = ctypes.c_double
+    read = ctypes.c_int64()
+    rate = float(function(threads, num_bytes, _FILL_SECONDS, _PASS_SECONDS, ctypes.byref(read)))
+    return rate, read.value
+
+
+def _read_with_numpy(threads: int, num_bytes: int) -> tuple[float, int]:
+    """The same without native code."""
     parts = np.array_split(np.empty(num_bytes // 8), threads)
     best = float("inf")
     with ThreadPoolExecutor(threads) as pool:
@@ -86,11 +109,7 @@ def measure_read_bandwidth(threads: int, free_bytes: int) -> Bandwidth:
             now = time.perf_counter()
             if best == float("inf") or now <= begin + _COUNTED_SHARE * _PASS_SECONDS:
                 best = min(best, now - start)
-    return Bandwidth(
-        bytes_per_second=num_bytes / best,
-        buffer_bytes=num_bytes,
-        cache_resident=num_bytes <= llc_bytes(),
-    )
+    return num_bytes / best, num_bytes
 
 
 def _touched(part: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@ from .cache import cache_folder, locked
 from .cpu import Cpu
 
 SOURCES = Path(__file__).parent / "csrc"
-LIBRARY, MARKER = "libmoewe.so", "complete.json"
+LIBRARY, MARKER, REPORT = "libmoewe.so", "complete.json", "failed.txt"
 COMPILE_SECONDS = 300.0
 # The bits of a result may not depend on which product the compiler chose to fuse: intrinsics say where fma is meant.
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-Wno-psabi")
@@ -156,7 +156,7 @@ def _build(recipe: Recipe, target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent, ignore_cleanup_errors=True) as scratch:
         work, finished = Path(scratch), Path(scratch) / "finished"
         finished.mkdir()
-        report = target.parent / f"{target.name}.failed.txt"
+        report = target.parent / REPORT
         objects = [work / f"{path.stem}.o" for path in recipe.sources]
         deadline = time.monotonic() + COMPILE_SECONDS
         commands = [
@@ -208,7 +208,7 @@ def _failure(command: object, code: int, output: str, report: Path) -> BuildErro
     words = [str(word) for word in command] if isinstance(command, (list, tuple)) else [str(command)]
     report.write_text(f"{shlex.join(words)}\nexit code {code}\n{output}")
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    first = next((line for line in lines if "error" in line), lines[0] if lines else f"exit code {code}")
+    first = next((line for line in lines if "error:" in line), lines[0] if lines else f"exit code {code}")
     return BuildError(f"{words[0]} failed: {first} (all of it: {report})")
 
 
