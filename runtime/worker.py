@@ -35,7 +35,8 @@ from .ranks.finish import Committed
 from .ranks.logit_edits import LogitEdits, edited
 from .ranks.memory import blocks_that_fit, read_bandwidth
 from .ranks.reports import chosen_logprobs, prompt_logprobs
-from .ranks.sampler import finite_rows, sample
+from .ranks.row_scan import finite_rows
+from .ranks.sampler import sample
 
 COUNTERS_EVERY_S = 0.25
 WARM_UP_TOKENS = 8

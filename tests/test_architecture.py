@@ -71,7 +71,9 @@ MAY_IMPORT_TORCH = {
     "runtime/ranks/logit_edits.py",
     "runtime/ranks/masks.py",
     "runtime/ranks/memory.py",
+    "runtime/ranks/native_draw.py",
     "runtime/ranks/reports.py",
+    "runtime/ranks/row_scan.py",
     "runtime/ranks/sampler.py",
 }
 MAX_LINES = 400

@@ -81,6 +81,10 @@ inline float sum(f32x16 a) {
   return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
 }
 inline float largest(f32x16 a) { return _mm512_reduce_max_ps(a.v); }
+// `value` where a >= b, else zero (also where either is NaN).
+inline f32x16 where_at_least(f32x16 a, f32x16 b, f32x16 value) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ), value.v);
+}
 
 #else
 
@@ -167,6 +171,10 @@ inline float largest(f32x16 a) {
   __m128 quarter = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
   quarter = _mm_max_ps(quarter, _mm_movehl_ps(quarter, quarter));
   return _mm_cvtss_f32(_mm_max_ss(quarter, _mm_movehdup_ps(quarter)));
+}
+inline f32x16 where_at_least(f32x16 a, f32x16 b, f32x16 value) {
+  return {_mm256_and_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ), value.lo),
+          _mm256_and_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ), value.hi)};
 }
 
 #endif

@@ -14,7 +14,8 @@ import torch
 
 from ..plan import PromptLogprobs, TokenLogprobs, pack
 from .batch import Segment, StepRows, WorkerBatch
-from .sampler import finite_rows, token_logprobs
+from .row_scan import finite_rows
+from .sampler import token_logprobs
 
 MOST_ROWS = 256  # whose logits exist at once, beside those of samples
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .native_draw import can_draw_natively, draw_natively
 from .randomness import uniform
+from .row_scan import best_tokens
 
 LEAST_LOGPROB = -9999.0
 # A nucleus rarely holds more tokens than this; where it does, the row's whole vocabulary is sorted.
@@ -73,17 +75,13 @@ class RowLogprobs:
 
 def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """Choose a token a row, [N] i64. The best of each row must be finite; tokens of -inf are never chosen."""
-    tokens = logits.argmax(-1)
+    tokens = best_tokens(logits)
     chance = np.flatnonzero(~rows.greedy)
     if chance.size:
         index = torch.from_numpy(chance).to(logits.device)
-        tokens[index] = _draw(logits if chance.size == len(tokens) else logits[index], rows.take(chance))
+        draw = draw_natively if can_draw_natively(logits) else _draw
+        tokens[index] = draw(logits if chance.size == len(tokens) else logits[index], rows.take(chance))
     return tokens
-
-
-def finite_rows(values: torch.Tensor) -> torch.Tensor:
-    """Return which rows of [N, V] hold only finite numbers, [N] bool."""
-    return torch.isfinite(values).all(-1)
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> RowLogprobs:

@@ -7,11 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from moewe.native.library import load
 from moewe.runtime.ranks import sampler, sampler_reference
 from moewe.runtime.ranks.randomness import uniform
-from moewe.runtime.ranks.sampler import SamplingRows, finite_rows, sample, token_logprobs
+from moewe.runtime.ranks.sampler import SamplingRows, sample, token_logprobs
 from moewe.runtime.ranks.sampling_state import GREEDY_TEMPERATURE
 from tests.support.numerics import LOGPROBS, PROBABILITIES
+
+
+@pytest.fixture(params=["native", "torch"], autouse=True)
+def path(request, monkeypatch):
+    """Every test of a choice runs twice: drawn natively, and drawn with torch."""
+    if request.param == "torch":
+        monkeypatch.setattr(sampler, "can_draw_natively", lambda logits: False)
+    elif load() is None:
+        pytest.skip("no native kernels here")
 
 
 def make_rows(num, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None, position=None):
@@ -170,12 +180,6 @@ def test_greedy_ties_go_to_the_lower_id():
     logits[2, 39] = 1.0
     assert sample(logits, make_rows(3, temperature=0)).tolist() == [0, 9, 39]
     assert sample(logits, make_rows(3, top_k=1)).tolist() == [0, 9, 39]
-
-
-def test_finite_rows_finds_each_kind():
-    logits = torch.zeros(4, 5)
-    logits[1, 2], logits[2, 0], logits[3, 4] = float("nan"), float("inf"), float("-inf")
-    assert finite_rows(logits).tolist() == [True, False, False, False]
 
 
 @settings(max_examples=60, deadline=None)

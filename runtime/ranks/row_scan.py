@@ -1,0 +1,64 @@
+"""The best place of rows of logits, and which rows hold only finite numbers: natively on a CPU, else with torch.
+
+Not sampling (sampler.py). Shapes: N rows, V numbers a row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from ...native.library import load
+
+_NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class _ScanArgs(ctypes.Structure):
+    """`struct ScanRows` of native/csrc/rows.h."""
+
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("best", ctypes.c_void_p),
+        ("finite", ctypes.c_void_p),
+        ("is_bf16", ctypes.c_int32),
+    )
+
+
+def best_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """Return where the largest number of each row of [N, V] stands, the first of equal ones: [N] i64. V > 0."""
+    if not _is_native(logits):
+        return logits.argmax(-1)
+    best = torch.empty(logits.shape[0], dtype=torch.int64)
+    _scan(logits, best=best)
+    return best
+
+
+def finite_rows(values: torch.Tensor) -> torch.Tensor:
+    """Return which rows of [N, V] hold only finite numbers, [N] bool."""
+    if not _is_native(values):
+        return torch.isfinite(values).all(-1)
+    finite = torch.empty(values.shape[0], dtype=torch.bool)
+    _scan(values, finite=finite)
+    return finite
+
+
+def _is_native(values: torch.Tensor) -> bool:
+    is_plain = values.device.type == "cpu" and values.dtype in _NATIVE_DTYPES and values.is_contiguous()
+    return is_plain and values.shape[1] > 0 and load() is not None
+
+
+def _scan(values: torch.Tensor, *, best: torch.Tensor | None = None, finite: torch.Tensor | None = None) -> None:
+    library = load()
+    assert library is not None
+    args = _ScanArgs(
+        values=values.data_ptr(),
+        rows=values.shape[0],
+        width=values.shape[1],
+        best=None if best is None else best.data_ptr(),
+        finite=None if finite is None else finite.data_ptr(),
+        is_bf16=values.dtype == torch.bfloat16,
+    )
+    library.moewe_scan_rows(ctypes.byref(args))
