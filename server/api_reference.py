@@ -23,7 +23,8 @@ statuses and streams are in http-api.md.
 - **supported**: does what it says. Null counts as left out. A value out of range is a 400 that names it.
 - **ignored**: taken without effect, since it changes no output.
 - **refused**: known elsewhere, not here. Values that ask for nothing are fine; any other is a 400.
-- Any other field is a 400 that names the nearest one that we know.
+- Any other field is a 400 that names the nearest one that we know; in a message such as `refusal` or `audio` only where
+  it is not null or empty.
 """
 _ROUTES = (
     ("/v1/completions", "CompletionRequest", False),

@@ -78,7 +78,8 @@ def type_of(schema: Schema) -> str:
     kind = schema.get("type", "anything")
     kinds = kind if isinstance(kind, list) else [kind]
     if kinds == ["array"] and schema.get("items"):
-        return f"list of {type_of(schema['items'])}"
+        entry = type_of(schema["items"])
+        return f"list of ({entry})" if " or " in entry else f"list of {entry}"
     return " or ".join(kinds)
 
 
@@ -119,7 +120,8 @@ def _linked(schema: Schema) -> str:
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(map(_linked, schema["anyOf"])))
     if schema.get("type") == "array" and schema.get("items"):
-        return f"list of {_linked(schema['items'])}"
+        entry = _linked(schema["items"])
+        return f"list of ({entry})" if " or " in entry else f"list of {entry}"
     return escape(type_of(schema))
 
 

@@ -1,30 +1,37 @@
 """Who knows a field of completions and chats, and where this server differs: the comparison in docs/api.md.
 
-Not used while serving. Knowledge of OpenAI's API and of vLLM 0.32, from their documents. Units: names of fields.
+Not used while serving. Knowledge of OpenAI's API, as its package of the version below has it, and of vLLM 0.32, from
+its own definitions of requests. Units: names of fields.
 """
 
 from __future__ import annotations
 
+OPENAI_PACKAGE = (3, 57)
 # Of OpenAI's /v1/completions and /v1/chat/completions.
 OPENAI = frozenset({
     "audio", "best_of", "echo", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs",
-    "max_completion_tokens", "max_tokens", "messages", "metadata", "modalities", "model", "n", "parallel_tool_calls",
-    "prediction", "presence_penalty", "prompt", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort",
-    "response_format", "safety_identifier", "seed", "service_tier", "stop", "store", "stream", "stream_options",
-    "suffix", "temperature", "tool_choice", "tools", "top_logprobs", "top_p", "user", "verbosity", "web_search_options",
+    "max_completion_tokens", "max_tokens", "messages", "metadata", "modalities", "model", "moderation", "n",
+    "parallel_tool_calls", "prediction", "presence_penalty", "prompt", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "reasoning_effort", "response_format", "safety_identifier", "seed", "service_tier",
+    "stop", "store", "stream", "stream_options", "suffix", "temperature", "tool_choice", "tools", "top_logprobs",
+    "top_p", "user", "verbosity", "web_search_options",
 })  # fmt: skip
 # What vLLM adds to them, and what of them it lacks.
 VLLM_MORE = frozenset({
     "add_generation_prompt", "add_special_tokens", "allowed_token_ids", "bad_words", "cache_salt", "chat_template",
-    "chat_template_kwargs", "continue_final_message", "documents", "ignore_eos", "include_reasoning",
-    "include_stop_str_in_output", "kv_transfer_params", "length_penalty", "logits_processors", "min_p", "min_tokens",
-    "mm_processor_kwargs", "priority", "prompt_embeds", "prompt_logprobs", "repetition_penalty", "request_id",
-    "return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens", "spaces_between_special_tokens",
-    "stop_token_ids", "structured_outputs", "top_k", "truncate_prompt_tokens", "use_beam_search", "vllm_xargs",
+    "chat_template_kwargs", "continue_final_message", "documents", "ec_transfer_params", "ignore_eos",
+    "include_reasoning", "include_stop_str_in_output", "kv_transfer_params", "length_penalty", "logits_processors",
+    "logprob_token_ids", "media_io_kwargs", "min_p", "min_tokens", "mm_processor_kwargs", "priority", "prompt_embeds",
+    "prompt_logprobs", "repetition_detection", "repetition_penalty", "request_id", "return_mm_kwargs",
+    "return_prompt_text", "return_token_ids", "return_token_offsets", "return_tokens_as_token_ids",
+    "routed_experts_prompt_start", "session_id", "skip_special_tokens", "spaces_between_special_tokens",
+    "stop_token_ids", "stream_interval", "structured_outputs", "thinking_token_budget", "top_k",
+    "truncate_prompt_tokens", "truncation_side", "use_beam_search", "vllm_xargs", "watermarking",
 })  # fmt: skip
 VLLM_LACKS = frozenset({
-    "audio", "best_of", "function_call", "functions", "metadata", "modalities", "prediction", "prompt_cache_key",
-    "prompt_cache_retention", "safety_identifier", "service_tier", "store", "verbosity", "web_search_options",
+    "audio", "best_of", "function_call", "functions", "metadata", "modalities", "moderation", "prediction",
+    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
+    "verbosity", "web_search_options",
 })  # fmt: skip
 # In older versions of vLLM alone, which others took over.
 VLLM_OLD = frozenset({"guided_choice", "guided_grammar", "guided_json", "guided_regex"})

@@ -15,8 +15,9 @@ from .errors import invalid
 
 # They change no output: labels for the operator of another service, hints for caches, queues and billing.
 IGNORED = frozenset({
-    "cache_salt", "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-    "service_tier", "store", "user",
+    "cache_salt", "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "return_mm_kwargs", "return_token_offsets", "safety_identifier", "service_tier", "session_id", "store",
+    "stream_interval", "user",
 })  # fmt: skip
 # Known to OpenAI or to other servers, not offered here. The values listed ask for nothing, so they are fine.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -24,23 +25,33 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "chat_template": (None,),
     "documents": (None, []),
+    "ec_transfer_params": (None,),
     "function_call": (None, "none"),
     "functions": (None, []),
     "include_reasoning": (None, True),
     "kv_transfer_params": (None,),
     "length_penalty": (None, 1),
     "logits_processors": (None, []),
+    "logprob_token_ids": (None,),
+    "media_io_kwargs": (None,),
     "mm_processor_kwargs": (None,),
     "modalities": (None, ["text"]),
+    "moderation": (None,),
     "prediction": (None,),
     "prompt_embeds": (None,),
+    "repetition_detection": (None,),
     "request_id": (None,),
+    "return_prompt_text": (None, False),
+    "routed_experts_prompt_start": (None, 0),
     "spaces_between_special_tokens": (None, True),
     "suffix": (None, ""),
+    "thinking_token_budget": (None, -1),
     "truncate_prompt_tokens": (None,),
+    "truncation_side": (None,),
     "use_beam_search": (None, False),
     "verbosity": (None,),
     "vllm_xargs": (None,),
+    "watermarking": (None, False),
     "web_search_options": (None,),
 }
 # What to do instead, where leaving it out is not the whole answer.
@@ -53,8 +64,9 @@ INSTEAD = {
 }
 # Fields of one route: on the other they are as unknown as any.
 CHAT_ONLY = frozenset({
-    "audio", "chat_template", "documents", "function_call", "functions", "include_reasoning",
-    "mm_processor_kwargs", "modalities", "prediction", "verbosity", "web_search_options",
+    "audio", "chat_template", "documents", "function_call", "functions", "include_reasoning", "media_io_kwargs",
+    "mm_processor_kwargs", "modalities", "moderation", "prediction", "return_prompt_text", "verbosity",
+    "web_search_options",
 })  # fmt: skip
 COMPLETIONS_ONLY = frozenset({"prompt_embeds", "suffix"})
 

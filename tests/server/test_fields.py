@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import openai
 import pytest
+from openai.types import chat, completion_create_params
 
 from moewe.runtime.params import SamplingParams
 from moewe.server.api_reference import reference
-from moewe.server.field_origins import DIFFERENCES, OPENAI, VLLM_LACKS, VLLM_MORE, VLLM_OLD
+from moewe.server.field_origins import DIFFERENCES, OPENAI, OPENAI_PACKAGE, VLLM_LACKS, VLLM_MORE, VLLM_OLD
 from moewe.server.field_table import CHAT_ONLY, COMPLETIONS_ONLY, IGNORED, UNSUPPORTED
 from moewe.server.openapi import document, refused_on
 from moewe.server.protocol import SAMPLING_FIELDS, ChatRequest, CompletionRequest
@@ -128,6 +130,17 @@ def test_every_field_has_an_origin() -> None:
     known = OPENAI | VLLM_MORE | VLLM_OLD
     assert known == HONOURED | IGNORED | set(UNSUPPORTED)
     assert set(DIFFERENCES) <= known and VLLM_LACKS <= OPENAI
+
+
+def test_fields_of_openai_are_those_of_its_package() -> None:
+    installed = tuple(int(part) for part in openai.__version__.split(".")[:2])
+    known: set[str] = {"stream"}
+    for params in (completion_create_params, chat.completion_create_params):
+        known |= set(params.CompletionCreateParamsBase.__annotations__)
+    if installed >= OPENAI_PACKAGE:  # of an older one, some are not there yet
+        assert known >= OPENAI
+    if installed <= OPENAI_PACKAGE:  # a newer one may have more
+        assert known <= OPENAI
 
 
 @pytest.mark.parametrize("path", ROUTES)
