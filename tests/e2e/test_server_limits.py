@@ -26,7 +26,8 @@ ASKED = {"model": NAME, "prompt": "x", "temperature": 0}
 def server() -> Iterator[ServerProcess]:
     """Ten blocks of 16 tokens, two requests at once, three in the queue."""
     flags = ("--kv-cache-memory-bytes", str(10 * BLOCK_BYTES), "--max-num-seqs", "2", "--max-queued-requests", "3")
-    with ServerProcess(chain(["a", "b", "c"], loop=True).path, *flags, topology="EP1DP1") as server:
+    model = chain(["a", "b", "c"], loop=True, chat_template="{{ messages[0].content }}").path
+    with ServerProcess(model, *flags, topology="EP1DP1") as server:
         yield server
 
 
@@ -53,6 +54,18 @@ def test_a_prompt_larger_than_the_pool_is_refused_and_the_next_one_served(server
     assert server.client().completions.create(**ASKED, max_tokens=5).choices[0].text == "abcab"
     assert time.monotonic() - started < 10
     assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == 160
+
+
+def test_a_chat_without_a_limit_fills_the_context(server: ServerProcess) -> None:  # P-API-08
+    for count, left in ((156, 4), (159, 1), (160, 0)):
+        asked = {"model": NAME, "messages": [{"role": "user", "content": "x" * count}], "temperature": 0}
+        if not left:
+            with pytest.raises(openai.BadRequestError, match="160 tokens"):
+                server.client().chat.completions.create(**asked)
+            continue
+        answer = server.client().chat.completions.create(**asked)
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (count, left)
+        assert answer.choices[0].finish_reason == "length"
 
 
 def test_slots_and_queue_may_be_full_and_the_next_one_comes_again(server: ServerProcess) -> None:

@@ -48,6 +48,15 @@ def test_without_max_tokens_the_context_may_be_filled() -> None:
     )
 
 
+def test_more_prompts_than_one_request_may_hold_are_not_looked_at() -> None:
+    state = make_state(fake())
+    state.hub.most_live = 10_000
+    for prompts, status in (([[5]] * 2048, 200), ([[5]] * 2049, 400), (["\ud7ff"] * 200_000, 400)):
+        response = post(state, "/v1/completions", {"model": "gull", "prompt": prompts, "max_tokens": 1})
+        assert response.status_code == status, response.text[:200]
+        assert status == 200 or ("2048" in error_of(response)["message"] and error_of(response)["param"] == "prompt")
+
+
 def test_newer_name_of_max_tokens_is_obeyed() -> None:
     body = post(make_state(fake()), "/v1/chat/completions", HI | {"max_completion_tokens": 3}).json()
     assert body["usage"]["completion_tokens"] == 3

@@ -107,6 +107,13 @@ def test_usage_chunk_comes_last_and_only_on_request() -> None:  # P-API-09
     assert usage["usage"] == {"prompt_tokens": 4, "completion_tokens": 4, "total_tokens": 8}
     assert all(chunk["usage"] is None for chunk in chunks)
     assert sorted(c["choices"][0]["index"] for c in chunks if c["choices"][0]["finish_reason"]) == [0, 1]
+    plain = {name: value for name, value in body.items() if name != "stream_options"}
+    chunks = events(post(make_state(fake()), "/v1/completions", plain))[:-1]
+    assert chunks and all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
+    asked = HI | {"max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, usage, _ = events(post(make_state(fake()), "/v1/chat/completions", asked))
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 2
+    assert all(chunk["choices"] and chunk["usage"] is None for chunk in chunks)
     response = post(make_state(fake()), "/v1/completions", body | {"stream": False})
     assert response.status_code == 400 and error_of(response)["param"] == "stream_options"
 
