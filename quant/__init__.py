@@ -1,7 +1,8 @@
 """Number formats for weights and KV (level 1)."""
 
 from .formats import FORMATS, NumberFormat, parse_format
-from .linear import dense, linear
+from .linear import Matrix, dense, embedding_rows, linear, logits, num_bytes
+from .packed import PackedTensor, can_pack, pack
 from .quantization import Quantization
 from .tensor import FP8_BLOCK, MXFP4, MXFP4_SCHEME, QuantScheme, QuantTensor
 
@@ -10,11 +11,18 @@ __all__ = [
     "FP8_BLOCK",
     "MXFP4",
     "MXFP4_SCHEME",
+    "Matrix",
     "NumberFormat",
+    "PackedTensor",
     "QuantScheme",
     "QuantTensor",
     "Quantization",
+    "can_pack",
     "dense",
+    "embedding_rows",
     "linear",
+    "logits",
+    "num_bytes",
+    "pack",
     "parse_format",
 ]

@@ -1,0 +1,82 @@
+"""A matrix product with a packed weight, in one native call: y = x weight^T + bias, and a residual if there is one.
+
+Not a fallback: `linear.linear` decides who multiplies. Products accumulate in fp32, the bias is added in fp32, then the
+result is rounded once; a row has the same bits whatever rows stand beside it.
+Letters: T rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from ..native.library import load
+from .packed import MatrixArgs, PackedTensor
+
+
+class LinearArgs(ctypes.Structure):
+    """`struct Linear` of native/csrc/linear.h."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("weight", MatrixArgs),
+        *((name, ctypes.c_void_p) for name in ("bias", "residual", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "x_stride", "out_stride")),
+        ("f32_out", ctypes.c_int32),
+        ("scratch", ctypes.c_void_p),
+    )
+
+
+def native_linear(
+    x: torch.Tensor,
+    weight: PackedTensor,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Return x weight^T + bias.
+
+    Args:
+        x: [T, K] bf16; rows may lie apart, the elements of a row may not.
+        weight: [N, K].
+        bias: [N] bf16.
+        residual: [T, N] bf16 contiguous, added to the rounded product; rounded again.
+        dtype: bf16, or fp32 for results that are not rounded (without a residual).
+
+    Returns:
+        [T, N] in `dtype`.
+    """
+    num_rows, width = x.shape
+    outputs, inputs = weight.shape
+    assert width == inputs and x.dtype == torch.bfloat16 and not weight.gate_up, (x.shape, x.dtype, weight.shape)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = torch.empty(num_rows, outputs, dtype=dtype)
+    args = weight.calls.get("linear")
+    if args is None:
+        args = weight.calls["linear"] = LinearArgs(weight=weight.args, out_stride=outputs)
+    args.x, args.rows, args.x_stride, args.out = x.data_ptr(), num_rows, x.stride(0), out.data_ptr()
+    if bias is not None:
+        assert bias.dtype == torch.bfloat16 and bias.shape == (outputs,), (bias.dtype, bias.shape)
+        args.bias = bias.data_ptr()
+    else:
+        args.bias = None
+    args.residual = None
+    if residual is not None:
+        assert residual.shape == out.shape and residual.is_contiguous() and residual.dtype == dtype == torch.bfloat16
+        args.residual = residual.data_ptr()
+    args.f32_out = dtype == torch.float32
+    _function()(ctypes.byref(args))
+    return out
+
+
+@cache
+def _function() -> Callable[[object], None]:
+    library = load()
+    assert library is not None, "a packed weight, but no native kernels"
+    function: Callable[[object], None] = library.moewe_linear
+    return function

@@ -1,0 +1,170 @@
+"""A matrix, or a stack of them, in the tiles that native kernels multiply with.
+
+Not a product (native_linear.py, moe/native_experts.py) and not a loader (models/packing.py says what is packed). The
+order of elements is that of native/csrc/matrix.h: N and K padded to whole tiles with zeros, gate and up tiles in turns.
+Letters: N rows (outputs), K columns (inputs), S matrices of a stack. Units: bytes as held, padding included.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from ..native.library import load
+
+BF16 = "bf16"
+_FORMATS = {BF16: 0}
+_ROWS, _DEPTH = 16, 32  # of a tile of weights: 16 outputs, 32 inputs
+
+
+class MatrixArgs(ctypes.Structure):
+    """`struct Matrix` of native/csrc/matrix.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("data", "scales", "zeros")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns")),
+        *((name, ctypes.c_int32) for name in ("format", "group")),
+    )
+
+
+class _PackArgs(ctypes.Structure):
+    """`struct Pack` of native/csrc/pack.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rows", "tiles")),
+        *((name, ctypes.c_int64) for name in ("stack", "num_rows", "num_columns")),
+        ("gate_up", ctypes.c_int32),
+    )
+
+
+class _GatherArgs(ctypes.Structure):
+    """`struct GatherRows` of native/csrc/pack.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("tiles", "ids", "out")),
+        *((name, ctypes.c_int64) for name in ("num_ids", "num_columns")),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedTensor:
+    """A packed [N, K] or [S, N, K].
+
+    Attributes:
+        data: [.., C, ceil(K / 32), 16, 16, 2] bf16 of C column tiles: pair of inputs, output, which of the pair.
+        shape: of the matrix or stack.
+        format: of the numbers; `bf16` is the only one.
+        gate_up: the upper half of the rows are gates, the lower are ups: [2F, K] in C = 2 ceil(F / 16) column tiles,
+            one of gates and one of ups in turns. Else C = ceil(N / 16).
+        scales, zeros, group: of quantised formats, as `Matrix` in native/csrc/matrix.h has them.
+        calls: argument structures of native calls with this weight, prepared once. They are filled in for each call,
+            so only one thread at a time may multiply with one PackedTensor: each rank has its own.
+
+    Example:
+        [40, 96]: C = 3, so data is [3, 3, 16, 16, 2]; element [17, 33] stands at data[1, 1, 0, 1, 1].
+    """
+
+    data: torch.Tensor
+    shape: tuple[int, ...]
+    format: str = BF16
+    gate_up: bool = False
+    scales: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
+    group: int = 0
+    calls: dict[str, ctypes.Structure] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Exact bytes held, padding, scales and zero points included."""
+        return sum(t.nbytes for t in (self.data, self.scales, self.zeros) if t is not None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is held."""
+        return self.data.device
+
+    @cached_property
+    def args(self) -> MatrixArgs:
+        """It as kernels are handed it; valid as long as this object lives."""
+        return MatrixArgs(
+            data=self.data.data_ptr(),
+            scales=None if self.scales is None else self.scales.data_ptr(),
+            zeros=None if self.zeros is None else self.zeros.data_ptr(),
+            rows=self.shape[-2],
+            columns=self.shape[-1],
+            format=_FORMATS[self.format],
+            group=self.group,
+        )
+
+    def select(self, slot: int) -> PackedTensor:
+        """Return matrix number `slot` of a stack, sharing memory with it."""
+        assert len(self.shape) == 3, self.shape
+        return PackedTensor(data=self.data[slot], shape=self.shape[1:], format=self.format, gate_up=self.gate_up)
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the numbers in rows again: `shape`. For tests and for products that no kernel does."""
+        *stack, rows, columns = self.shape
+        tiles = self.data.movedim(-2, -4)  # [.., C, output, ceil(K / 32), pair, 2]
+        bands = tiles.reshape(*stack, -1, _ROWS, tiles.shape[-3] * _DEPTH)
+        if not self.gate_up:
+            return bands.flatten(-3, -2)[..., :rows, :columns].to(dtype)
+        gates, ups = (bands[..., half::2, :, :].flatten(-3, -2)[..., : rows // 2, :columns] for half in range(2))
+        return torch.cat([gates, ups], dim=-2).to(dtype)
+
+    def gather_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows `ids` [T] i64 of one matrix: [T, K] bf16, exactly what was packed."""
+        assert len(self.shape) == 2 and not self.gate_up and ids.dtype == torch.int64, (self.shape, ids.dtype)
+        ids = ids.contiguous()
+        if ids.numel():  # the kernel reads wherever an id points
+            low, high = map(int, torch.aminmax(ids))
+            if low < 0 or high >= self.shape[0]:
+                raise IndexError(f"row {low if low < 0 else high} of a matrix with {self.shape[0]} rows")
+        rows = torch.empty(len(ids), self.shape[1], dtype=self.data.dtype)
+        _call(
+            "moewe_gather_rows",
+            _GatherArgs(
+                tiles=self.data.data_ptr(), ids=ids.data_ptr(), out=rows.data_ptr(), num_ids=len(ids),
+                num_columns=self.shape[1],
+            ),
+        )  # fmt: skip
+        return rows
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return True where native kernels multiply weights of `dtype` on `device`; loads them at the first call."""
+    return dtype == torch.bfloat16 and device.type == "cpu" and load() is not None
+
+
+def pack(matrix: torch.Tensor, *, gate_up: bool = False, in_place: bool = False) -> PackedTensor:
+    """Pack a matrix [N, K] or stack [S, N, K] of bf16 on the CPU.
+
+    Args:
+        matrix: contiguous.
+        gate_up: two halves of N / 2 rows, gates first.
+        in_place: the result takes the memory of `matrix`, whose numbers are gone then, where no dim needs padding; else
+            it is a copy all the same. One matrix at most is held twice meanwhile, in place, or the whole stack.
+    """
+    assert matrix.dtype == torch.bfloat16 and matrix.is_contiguous() and matrix.device.type == "cpu", matrix.dtype
+    *stack, rows, columns = matrix.shape
+    assert len(stack) <= 1 and not (gate_up and rows % 2), matrix.shape
+    column_tiles = 2 * -(-(rows // 2) // _ROWS) if gate_up else -(-rows // _ROWS)
+    tiled = (*stack, column_tiles, -(-columns // _DEPTH), _DEPTH // 2, _ROWS, 2)
+    fits = column_tiles * _ROWS == rows and columns % _DEPTH == 0
+    data = matrix.view(tiled) if in_place and fits else torch.empty(tiled, dtype=matrix.dtype)
+    _call(
+        "moewe_pack",
+        _PackArgs(
+            rows=matrix.data_ptr(), tiles=data.data_ptr(), stack=stack[0] if stack else 1, num_rows=rows,
+            num_columns=columns, gate_up=gate_up,
+        ),
+    )  # fmt: skip
+    return PackedTensor(data=data, shape=tuple(matrix.shape), gate_up=gate_up)
+
+
+def _call(name: str, args: ctypes.Structure) -> None:
+    library = load()
+    assert library is not None, "no native kernels, so nothing can be packed"
+    getattr(library, name)(ctypes.byref(args))

@@ -1,0 +1,18 @@
+"""The tests of the kernels once more for every kind of instructions that they can be compiled for."""
+
+from __future__ import annotations
+
+import pytest
+
+from moewe.native.cpu import ISAS
+from tests.support.native import needs_native, run_tests_on
+
+FILES = ("tests/quant/test_packed.py",)
+
+
+@needs_native
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("isa", ISAS)
+def test_kernels_of(isa: str) -> None:
+    run_tests_on(isa, *FILES)
