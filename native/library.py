@@ -56,18 +56,22 @@ def outcome() -> Outcome:
         return _outcome
 
 
-def hand_down_failure() -> None:
-    """Let processes that are started from now on know that there are no kernels, if so: they do not compile again."""
+def prepare() -> Outcome:
+    """Load before processes that use the kernels are started: this one compiles, if need be, and says what came of it.
+
+    They inherit a failure: none of them compiles again, nor says it again.
+    """
     result = outcome()
     if result.library is None:
         os.environ[_FAILED_VARIABLE] = result.why
+    return result
 
 
 def _load() -> Outcome:
-    if os.environ.get("MOEWE_NATIVE", "1") == "0":
-        return _without("MOEWE_NATIVE=0", logging.INFO)
     if told := os.environ.get(_FAILED_VARIABLE):
         return _without(told, logging.DEBUG)
+    if os.environ.get("MOEWE_NATIVE", "1") == "0":
+        return _without("MOEWE_NATIVE=0", logging.INFO)
     try:
         cpu = this_cpu()
         isa = choose_isa(cpu, os.environ.get("MOEWE_NATIVE_ISA", ""))

@@ -21,6 +21,7 @@ from ..text import ChatTemplate, Tokenizer, check_template_kwargs
 from .checked_params import checked_params
 from .config import EngineConfig
 from .generation_defaults import GenerationDefaults, generation_defaults
+from .kernels import prepare_kernels
 from .kv_layout import scheduler_limits
 from .messages import INVALID_REQUEST, Delta
 from .params import SamplingParams
@@ -107,6 +108,7 @@ class Session:
         template = model_template(config.model, tokenizer)
         resolved = with_ends(resolved, tokenizer, defaults.end_token_ids)
         defaults.report()
+        prepare_kernels(config)
         replicas = ReplicaSet.start(resolved, on_loading=on_loading)
         session = cls(replicas, resolved, tokenizer, template, defaults)
         try:

@@ -191,6 +191,8 @@ def _set_up_logging(level: str | None, form: str | None, *, quiet: bool) -> None
             raise ValueError(f"{flag}: {value!r} is not allowed; use one of {', '.join(known)}")
     hand_down(level, form or "text")
     set_up_logs("moewe", level=level or ("warning" if quiet else "info"), form=form or "text")
+    if quiet and level is None:  # compiling takes seconds: who waits for it shall know
+        logging.getLogger("moewe.native").setLevel(logging.INFO)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -46,11 +46,13 @@ def run_batch(settings: Settings) -> int:
     """Answer every line of the input file; returns the exit code."""
     source, target = _files(settings.tool)
     options, config = server_options(settings.http), config_of(settings)
+    from ..runtime.kernels import prepare_kernels
     from ..runtime.resolve import check_checkpoint, resolve
     from ..runtime.session import locate
 
     resolved = resolve(locate(config))
     check_checkpoint(resolved)
+    prepare_kernels(resolved.config)
     with source.open("rb") as lines, target.open("wb") as out:
         return asyncio.run(_run(resolved, options, lines, out))
 

@@ -19,6 +19,7 @@ import uvicorn
 
 from ..runtime.config import EngineConfig
 from ..runtime.generation_defaults import generation_defaults
+from ..runtime.kernels import prepare_kernels
 from ..runtime.messages import Failed
 from ..runtime.metrics.export import Metrics
 from ..runtime.prompts import model_template, model_tokenizer, with_ends
@@ -63,6 +64,7 @@ def run_server(config: EngineConfig | Resolved, options: ServerOptions, listener
     """
     raise_descriptor_limit()
     resolved = config if isinstance(config, Resolved) else resolve(config)
+    prepare_kernels(resolved.config)
     state, resolved = build_state(resolved, options)
     server = Server(state, resolved, listener)
     try:

@@ -12,7 +12,7 @@ import pytest
 from moewe.native import library
 from moewe.native.build import BuildError
 from moewe.native.cpu import ISAS, Cpu, this_cpu
-from moewe.native.library import choose_isa, hand_down_failure, load, native_isa, outcome
+from moewe.native.library import choose_isa, load, native_isa, outcome, prepare
 from tests.support.native_sources import stand_in_compiler, use_small_sources
 
 EVERYTHING = frozenset(Cpu("x86_64", "", frozenset()).missing("amx"))
@@ -117,8 +117,7 @@ def test_a_failure_is_said_and_tried_once_for_all_processes(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "/nonexistent")
-    hand_down_failure()
-    assert os.environ["MOEWE_NATIVE_FAILED"] == outcome().why
+    assert prepare().why == os.environ["MOEWE_NATIVE_FAILED"]
     start_over(monkeypatch)  # as in a process that was started with this environment
     monkeypatch.delenv("CXX")
     caplog.clear()
@@ -126,8 +125,7 @@ def test_a_failure_is_said_and_tried_once_for_all_processes(
 
 
 def test_success_hands_nothing_down() -> None:
-    hand_down_failure()
-    assert load() is not None and "MOEWE_NATIVE_FAILED" not in os.environ
+    assert prepare().library is load() is not None and "MOEWE_NATIVE_FAILED" not in os.environ
 
 
 def test_threads_load_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,7 +27,8 @@ def use_small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(library, "_outcome", None)
     monkeypatch.setenv("MOEWE_CACHE_DIR", str(tmp_path / "cache"))
     for name in ("CXX", "MOEWE_NATIVE", "MOEWE_NATIVE_ISA", "MOEWE_NATIVE_FAILED"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that whatever is set from here on is undone
+        monkeypatch.delenv(name)
     return sources
 
 
