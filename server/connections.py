@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 
 import h11
+from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 # From the connection, or from the first byte of a further request, until its header is whole.
@@ -19,6 +20,35 @@ WRITE_TIMEOUT_S = 120.0
 MOST_TOLD = 256
 # In the `state` of a request's scope: it came by a connection beyond the limit (server/guard.py answers it).
 NO_PLACE = "no_place"
+_LANE = "lane"
+
+
+class Lane:
+    """Takes pieces of an answer's body straight to the wire, for answers that consist of thousands of them.
+
+    What `send` of an application does with a piece that is not the last, past the layers around the routes (they look
+    at heads alone) and past h11, whose state such a piece does not change. Only for answers in chunks.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def send(self, data: bytes) -> None:
+        """Write a piece that is not empty; wait before while the client reads slower than we write."""
+        connection = self._connection
+        if connection.flow.write_paused:
+            await connection.flow.drain()
+        if not connection.transport.is_closing():
+            connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+def lane_of(scope: Scope) -> Lane | None:
+    """Return the lane of the connection by which a request came.
+
+    None without a connection of ours, and with HTTP/1.0, which knows no chunks.
+    """
+    lane: Lane | None = scope.get("state", {}).get(_LANE)
+    return lane if scope.get("http_version") == "1.1" else None
 
 
 class Connection(H11Protocol):
@@ -36,8 +66,9 @@ class Connection(H11Protocol):
         if beyond > MOST_TOLD:
             transport.abort()
             return
+        self.app_state = {**self.app_state, _LANE: Lane(self)}
         if beyond > 0:
-            self.app_state = {**self.app_state, NO_PLACE: limit}
+            self.app_state[NO_PLACE] = limit
         self._await_header()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -8,7 +8,7 @@ Units: bytes on the wire.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from ..runtime import messages
 from ..runtime.messages import Delta
 from .answers import Answer, event
+from .connections import Lane, lane_of
 from .errors import ApiError, invalid, queue_full, server_error, unavailable
 
 _Result = TypeVar("_Result")
@@ -94,20 +95,26 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream; end at once when the client hangs up."""
         try:
-            await while_connected(receive, self._send_all(send))
+            await while_connected(receive, self._send_all(send, lane_of(scope)))
         except ClientGone:
             return
         finally:
             self._answer.call.close()
 
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await self._send(send, b"".join(map(event, self._answer.opening())))
-        await send({"type": "http.response.body", "body": await self._deltas(send), "more_body": False})
+    async def _send_all(self, send: Send, lane: Lane | None) -> None:
+        async def send_piece(data: bytes) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def _deltas(self, send: Send) -> bytes:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        last = await self._deltas(send_piece if lane is None else lane.send)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _deltas(self, send: Callable[[bytes], Awaitable[None]]) -> bytes:
         """Send what deltas bring until there are no more; return what ends the stream."""
         answer = self._answer
+        data = b"".join(map(event, answer.opening()))
+        if data:
+            await send(data)
         while arrived := await answer.call.next():
             data = b""
             for index, delta in arrived:
@@ -115,9 +122,6 @@ class EventStream(Response):
                 if failure is not None:
                     return data + event(failure.body())
                 data += answer.events(index, delta)
-            await self._send(send, data)
+            if data:
+                await send(data)
         return b"".join(map(event, answer.closing())) + b"data: [DONE]\n\n"
-
-    async def _send(self, send: Send, data: bytes) -> None:
-        if data:
-            await send({"type": "http.response.body", "body": data, "more_body": True})

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.asking import fake
+from tests.support.asking import events, fake, post
 from tests.support.fake_replicas import FakeReplicas, connect, make_state, on_the_wire, tokenizer, with_server
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
@@ -133,3 +133,42 @@ def test_a_client_that_reads_nothing_is_cut_off_and_its_request_aborted(monkeypa
 
     with_server(state, run)
     assert state.metrics.totals.finished["abort"] > 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+def test_events_on_the_wire_are_those_of_the_application(path: str, version: bytes) -> None:
+    body: dict[str, Any] = {"model": "gull", "max_tokens": 5, "stream": True}
+    body |= {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    expected = [without_head(event) for event in events(post(make_state(fake()), path, body))]
+
+    async def run(client: httpx.AsyncClient) -> bytes:
+        reader, writer = await connect(client)
+        asked = on_the_wire(body).replace(b"/v1/completions", path.encode()).replace(b"HTTP/1.1", b"HTTP/" + version)
+        for closing in (b"", b"connection: close\r\n") if version == b"1.1" else (b"",):
+            writer.write(asked.replace(b"host: a\r\n", b"host: a\r\n" + closing))
+        return await rest(reader)
+
+    answers = with_server(make_state(fake()), run).split(b"HTTP/1.1 200")[1:]
+    assert len(answers) == (2 if version == b"1.1" else 1)  # after a stream the connection takes another request
+    for answer in answers:
+        head, _, data = answer.partition(b"\r\n\r\n")
+        assert (b"transfer-encoding: chunked" in head.lower()) is (version == b"1.1")
+        text = joined(data) if version == b"1.1" else data
+        assert [without_head(event) for event in events(httpx.Response(200, content=text))] == expected
+
+
+def without_head(event: Any) -> Any:
+    return event if event == "DONE" else event["choices"]
+
+
+def joined(chunks: bytes) -> bytes:
+    """Return the body that is sent in chunks; no chunk but the last is empty."""
+    body, size = b"", -1
+    while size:
+        length, _, chunks = chunks.partition(b"\r\n")
+        size = int(length, 16)
+        assert chunks[size : size + 2] == b"\r\n"
+        body, chunks = body + chunks[:size], chunks[size + 2 :]
+    assert chunks == b""
+    return body
