@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import torch
 
-from ..moe.experts import ExpertWeights
+from ..moe.gated import ExpertWeights
 from ..moe.wide_ep.placement import ExpertPlacement
-from ..quant import QuantTensor
+from ..quant import Matrix, QuantTensor
 from .config import LatentConfig, ModelConfig, MoEConfig
 from .parameters import (
     EMBEDDING,
@@ -35,7 +35,7 @@ from .parameters import (
     scheme_of,
 )
 from .tensor_names import EXPERT
-from .weights import DenseFFN, LatentWeights, LayerWeights, Matrix, ModelWeights, MoEWeights
+from .weights import DenseFFN, LatentWeights, LayerWeights, ModelWeights, MoEWeights
 
 _Gated = TypeVar("_Gated", DenseFFN, ExpertWeights)
 

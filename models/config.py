@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..moe.experts import SILU, Activation
+from ..moe.gated import SILU, Activation
 from ..moe.routing import RoutingConfig
 from ..quant import Quantization
 

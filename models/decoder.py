@@ -10,14 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import torch
-import torch.nn.functional as F
 
 from ..attention.batch import AttentionBatch
 from ..kvcache import KVStorage
 from ..moe.experts import gated_ffn
-from ..moe.layer import MoELayer, count_pass, num_bytes
+from ..moe.layer import MoELayer, count_pass
 from ..moe.wide_ep.exchange import Exchange
 from ..moe.wide_ep.placement import ExpertPlacement
+from ..quant import embedding_rows, num_bytes
+from ..quant import logits as head_logits
 from ..telemetry import RankCounters, RankProgress
 from .config import ModelConfig
 from .latent import LatentAttentionBlock
@@ -130,7 +131,7 @@ class Decoder:
             [T, D] hidden states after the final norm.
         """
         config = self._config
-        x = F.embedding(batch.input_ids, self._weights.embedding)  # [T, D]
+        x = embedding_rows(batch.input_ids, self._weights.embedding)  # [T, D]
         if config.embedding_multiplier != 1.0:
             x = x * config.embedding_multiplier
         has_rows = x.shape[0] > 0
@@ -158,7 +159,7 @@ class Decoder:
         config, weights = self._config, self._weights
         if hidden.shape[0]:
             self._counters.add_bytes("dense", num_bytes(weights.head, weights.head_bias))
-        logits = F.linear(hidden, weights.head, weights.head_bias).float()
+        logits = head_logits(hidden, weights.head, weights.head_bias)
         if config.logits_multiplier != 1.0:
             logits = logits * config.logits_multiplier
         if config.logits_cap:

@@ -11,10 +11,8 @@ from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 
-from ..moe.experts import ExpertWeights
-from ..quant import QuantTensor
-
-Matrix = torch.Tensor | QuantTensor  # multiplied by `quant.linear`
+from ..moe.gated import ExpertWeights
+from ..quant import Matrix, PackedTensor
 
 
 @dataclass(kw_only=True)
@@ -131,8 +129,8 @@ class ModelWeights:
         layers: one record a decoder layer.
     """
 
-    embedding: torch.Tensor
-    head: torch.Tensor
+    embedding: torch.Tensor | PackedTensor
+    head: torch.Tensor | PackedTensor
     final_norm: torch.Tensor
     layers: list[LayerWeights]
     head_bias: torch.Tensor | None = None
@@ -141,7 +139,7 @@ class ModelWeights:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (path, tensor) of every tensor held, each once (a tied head is not repeated).
 
-        A quantised matrix yields its data and its scales.
+        A quantised matrix yields its data and its scales, a packed one what it holds.
         """
         seen: set[int] = set()
         for path, tensor in _walk("", self):

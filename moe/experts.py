@@ -6,91 +6,12 @@ Letters: M rows, S slots of this rank, D width, F expert width.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 
-from ..quant import QuantTensor, dense, linear
-
-
-@dataclass(frozen=True, kw_only=True)
-class Activation:
-    """What stands between the two products of a gated FFN.
-
-    Attributes:
-        kind: `silu`: silu(gate) * up. `clamped`: gate is cut above `limit`, up to [-limit, limit], and the result is
-            gate * sigmoid(alpha * gate) * (up + 1) (gpt-oss).
-        alpha, limit: of `clamped`.
-    """
-
-    kind: str = "silu"
-    alpha: float = 1.702
-    limit: float = 7.0
-
-
-SILU = Activation()
-
-
-class GatedFFN(Protocol):
-    """One gated FFN for all rows; `models.weights.DenseFFN` is one."""
-
-    @property
-    def w13(self) -> torch.Tensor | QuantTensor:
-        """[2F, D], gate rows first."""
-        ...
-
-    @property
-    def w2(self) -> torch.Tensor | QuantTensor:
-        """[D, F]."""
-        ...
-
-    @property
-    def b13(self) -> torch.Tensor | None:
-        """[2F]."""
-        ...
-
-    @property
-    def b2(self) -> torch.Tensor | None:
-        """[D]."""
-        ...
-
-
-@dataclass(kw_only=True)
-class ExpertWeights:
-    """The experts of one layer that a rank holds, in slot order.
-
-    Attributes:
-        w13: [S, 2F, D], gate rows first, then up rows.
-        w2: [S, D, F].
-        b13: [S, 2F], gate first, then up; None where experts have no biases.
-        b2: [S, D].
-    """
-
-    w13: torch.Tensor | QuantTensor
-    w2: torch.Tensor | QuantTensor
-    b13: torch.Tensor | None = None
-    b2: torch.Tensor | None = None
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Exact bytes of one expert."""
-        tensors: list[torch.Tensor] = []
-        for part in (self.w13, self.w2, self.b13, self.b2):
-            if part is not None:
-                tensors += [part.data, part.scales] if isinstance(part, QuantTensor) else [part]
-        return sum(math.prod(t.shape[1:]) * t.element_size() for t in tensors)
-
-    @cached_property
-    def has_grouped_product(self) -> bool:
-        """True where torch multiplies all slots in one call: on a CPU, from 2.10 on, with rows of whole 16 bytes."""
-        if isinstance(self.w13, QuantTensor) or isinstance(self.w2, QuantTensor):
-            return False
-        aligned = all(t.shape[2] * t.element_size() % 16 == 0 for t in (self.w13, self.w2))
-        return hasattr(F, "grouped_mm") and self.w13.device.type == "cpu" and aligned
+from ..quant import Matrix, PackedTensor, QuantTensor, dense, linear
+from .gated import SILU, Activation, ExpertWeights, GatedFFN
+from .native_experts import native_ffn
 
 
 def activate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -104,6 +25,8 @@ def activate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 def gated_ffn(x: torch.Tensor, weights: GatedFFN, activation: Activation = SILU) -> torch.Tensor:
     """Run all rows through one gated FFN: [T, D] -> [T, D]."""
+    if isinstance(weights.w13, PackedTensor):
+        return native_ffn(x, weights, activation)
     return linear(activate(linear(x, weights.w13, weights.b13), activation), weights.w2, weights.b2)
 
 
@@ -113,7 +36,8 @@ def grouped_ffn(
     """Run each row through the expert of its slot.
 
     One matrix product a slot that has rows; the weights of a slot without rows are not read. Every output row is
-    written by exactly one product, so nothing uninitialised can come out. Biases are added to the rounded product.
+    written by exactly one product, so nothing uninitialised can come out. Biases are added to the rounded product, in
+    one native call (packed experts) to the sum.
 
     Args:
         rows: [M, D] sorted by slot.
@@ -128,6 +52,8 @@ def grouped_ffn(
         tokens_per_slot [2, 0, 1]: rows 0 and 1 go through expert 0, row 2 through expert 2.
     """
     assert len(tokens_per_slot) == weights.w13.shape[0], (tokens_per_slot.shape, weights.w13.shape)
+    if isinstance(weights.w13, PackedTensor):
+        return native_ffn(rows, weights, activation, tokens_per_slot=tokens_per_slot)
     ends = tokens_per_slot.cumsum(0)
     assert int(ends[-1]) == rows.shape[0], (tokens_per_slot.tolist(), rows.shape)
     if not rows.shape[0]:
@@ -146,20 +72,21 @@ def _add_bias(output: torch.Tensor, slots: torch.Tensor | None, bias: torch.Tens
     return output.add_(bias.index_select(0, slots))
 
 
-def grouped_product(rows: torch.Tensor, ends: torch.Tensor, matrices: torch.Tensor | QuantTensor) -> torch.Tensor:
+def grouped_product(rows: torch.Tensor, ends: torch.Tensor, matrices: Matrix) -> torch.Tensor:
     """Return rows [M, in] times the transposed matrix of their slot [S, out, in], in one call: [M, out].
 
     `ends` [S] i64: slot s has the rows from ends[s - 1] (0 for the first) up to ends[s].
     """
-    assert isinstance(matrices, torch.Tensor), "quantised experts have no grouped product"
+    assert isinstance(matrices, torch.Tensor), "only plain experts have a grouped product"
     return F.grouped_mm(rows, matrices.transpose(1, 2), offs=ends.to(torch.int32))
 
 
-def product_per_slot(rows: torch.Tensor, ends: torch.Tensor, matrices: torch.Tensor | QuantTensor) -> torch.Tensor:
+def product_per_slot(rows: torch.Tensor, ends: torch.Tensor, matrices: Matrix) -> torch.Tensor:
     """Return what `grouped_product` returns, with one call a slot that has rows; takes any width, device and format.
 
     A quantised matrix is dequantised alone, when its turn comes, so that one of them at most is held as numbers.
     """
+    assert not isinstance(matrices, PackedTensor), "packed experts are multiplied by native calls"
     output = rows.new_empty(rows.shape[0], matrices.shape[1])
     start = 0
     for slot, end in enumerate(ends.tolist()):

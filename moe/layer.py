@@ -14,9 +14,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..quant import QuantTensor
+from ..quant import num_bytes
 from ..telemetry import RankCounters, RankProgress
-from .experts import Activation, ExpertWeights, GatedFFN, gated_ffn, grouped_ffn
+from .experts import gated_ffn, grouped_ffn
+from .gated import Activation, ExpertWeights, GatedFFN
 from .routing import RoutingConfig, route
 from .wide_ep import Exchange, ExpertPlacement, assign_replicas, replica_table
 
@@ -72,11 +73,6 @@ class LayerExperts(Protocol):
     def shared_gate(self) -> torch.Tensor | None:
         """[1, D]."""
         ...
-
-
-def num_bytes(*tensors: torch.Tensor | QuantTensor | None) -> int:
-    """Return what `tensors` take in memory, None for those that do not exist."""
-    return sum(t.num_bytes if isinstance(t, QuantTensor) else t.nbytes for t in tensors if t is not None)
 
 
 class MoELayer:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ..quant import dense
-from .experts import SILU, Activation, ExpertWeights
+from .gated import SILU, Activation, ExpertWeights
 
 
 class DispatchedReference(NamedTuple):

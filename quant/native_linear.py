@@ -8,8 +8,6 @@ Letters: T rows, K inputs, N outputs.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from functools import cache
 
 import torch
 
@@ -56,27 +54,22 @@ def native_linear(
     if x.stride(1) != 1:
         x = x.contiguous()
     out = torch.empty(num_rows, outputs, dtype=dtype)
-    args = weight.calls.get("linear")
-    if args is None:
-        args = weight.calls["linear"] = LinearArgs(weight=weight.args, out_stride=outputs)
-    args.x, args.rows, args.x_stride, args.out = x.data_ptr(), num_rows, x.stride(0), out.data_ptr()
+    args = LinearArgs(
+        x=x.data_ptr(),
+        weight=weight.args,
+        out=out.data_ptr(),
+        rows=num_rows,
+        x_stride=x.stride(0),
+        out_stride=outputs,
+        f32_out=dtype == torch.float32,
+    )
     if bias is not None:
-        assert bias.dtype == torch.bfloat16 and bias.shape == (outputs,), (bias.dtype, bias.shape)
+        assert bias.dtype == torch.bfloat16 and bias.shape == (outputs,) and bias.is_contiguous(), bias.dtype
         args.bias = bias.data_ptr()
-    else:
-        args.bias = None
-    args.residual = None
     if residual is not None:
         assert residual.shape == out.shape and residual.is_contiguous() and residual.dtype == dtype == torch.bfloat16
         args.residual = residual.data_ptr()
-    args.f32_out = dtype == torch.float32
-    _function()(ctypes.byref(args))
-    return out
-
-
-@cache
-def _function() -> Callable[[object], None]:
     library = load()
     assert library is not None, "a packed weight, but no native kernels"
-    function: Callable[[object], None] = library.moewe_linear
-    return function
+    library.moewe_linear(ctypes.byref(args))
+    return out

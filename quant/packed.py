@@ -8,7 +8,7 @@ Letters: N rows (outputs), K columns (inputs), S matrices of a stack. Units: byt
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -60,8 +60,6 @@ class PackedTensor:
         gate_up: the upper half of the rows are gates, the lower are ups: [2F, K] in C = 2 ceil(F / 16) column tiles,
             one of gates and one of ups in turns. Else C = ceil(N / 16).
         scales, zeros, group: of quantised formats, as `Matrix` in native/csrc/matrix.h has them.
-        calls: argument structures of native calls with this weight, prepared once. They are filled in for each call,
-            so only one thread at a time may multiply with one PackedTensor: each rank has its own.
 
     Example:
         [40, 96]: C = 3, so data is [3, 3, 16, 16, 2]; element [17, 33] stands at data[1, 1, 0, 1, 1].
@@ -74,7 +72,6 @@ class PackedTensor:
     scales: torch.Tensor | None = None
     zeros: torch.Tensor | None = None
     group: int = 0
-    calls: dict[str, ctypes.Structure] = field(default_factory=dict, repr=False)
 
     @property
     def num_bytes(self) -> int:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from moewe.moe.experts import SILU, Activation, ExpertWeights, grouped_ffn
+from moewe.moe.experts import grouped_ffn
+from moewe.moe.gated import SILU, Activation, ExpertWeights
 from moewe.moe.layer import MoELayer, count_pass
 from moewe.moe.reference import combine_reference, dispatch_reference, grouped_ffn_reference
 from moewe.moe.routing import RoutingConfig

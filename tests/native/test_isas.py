@@ -7,7 +7,7 @@ import pytest
 from moewe.native.cpu import ISAS
 from tests.support.native import needs_native, run_tests_on
 
-FILES = ("tests/quant/test_packed.py",)
+FILES = ("tests/quant/test_packed.py", "tests/moe/test_native_experts.py")
 
 
 @needs_native

@@ -1,0 +1,94 @@
+"""What gated FFNs are made of: the weights of one and of all experts of a rank, and the activation inside.
+
+Not their computation (experts.py, native_experts.py). Letters: S slots of this rank, D width, F expert width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from ..quant import Matrix, PackedTensor, QuantTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """What stands between the two products of a gated FFN.
+
+    Attributes:
+        kind: `silu`: silu(gate) * up. `clamped`: gate is cut above `limit`, up to [-limit, limit], and the result is
+            gate * sigmoid(alpha * gate) * (up + 1) (gpt-oss).
+        alpha, limit: of `clamped`.
+    """
+
+    kind: str = "silu"
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+SILU = Activation()
+
+
+class GatedFFN(Protocol):
+    """One gated FFN for all rows; `models.weights.DenseFFN` is one."""
+
+    @property
+    def w13(self) -> Matrix:
+        """[2F, D], gate rows first."""
+        ...
+
+    @property
+    def w2(self) -> Matrix:
+        """[D, F]."""
+        ...
+
+    @property
+    def b13(self) -> torch.Tensor | None:
+        """[2F]."""
+        ...
+
+    @property
+    def b2(self) -> torch.Tensor | None:
+        """[D]."""
+        ...
+
+
+@dataclass(kw_only=True)
+class ExpertWeights:
+    """The experts of one layer that a rank holds, in slot order.
+
+    Attributes:
+        w13: [S, 2F, D], gate rows first, then up rows.
+        w2: [S, D, F].
+        b13: [S, 2F], gate first, then up; None where experts have no biases.
+        b2: [S, D].
+    """
+
+    w13: Matrix
+    w2: Matrix
+    b13: torch.Tensor | None = None
+    b2: torch.Tensor | None = None
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Exact bytes of one expert."""
+        tensors: list[torch.Tensor | None] = []
+        for part in (self.w13, self.w2, self.b13, self.b2):
+            if isinstance(part, PackedTensor):
+                tensors += [part.data, part.scales, part.zeros]
+            else:
+                tensors += [part.data, part.scales] if isinstance(part, QuantTensor) else [part]
+        return sum(math.prod(t.shape[1:]) * t.element_size() for t in tensors if t is not None)
+
+    @cached_property
+    def has_grouped_product(self) -> bool:
+        """True where torch multiplies all slots in one call: on a CPU, from 2.10 on, with rows of whole 16 bytes."""
+        if not isinstance(self.w13, torch.Tensor) or not isinstance(self.w2, torch.Tensor):
+            return False
+        aligned = all(t.shape[2] * t.element_size() % 16 == 0 for t in (self.w13, self.w2))
+        return hasattr(F, "grouped_mm") and self.w13.device.type == "cpu" and aligned

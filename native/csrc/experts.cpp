@@ -1,0 +1,217 @@
+#include "experts.h"
+
+#include <vector>
+
+#include "gemm.h"
+#include "scratch.h"
+
+namespace moewe {
+
+namespace {
+
+// Rows of one slot that are multiplied together, and where their tiles begin.
+struct Segment {
+  int64_t slot, row, rows, tile;
+};
+
+inline int64_t rows_of(const ExpertFfn& args, int64_t slot) {
+  return args.tokens_per_slot ? args.tokens_per_slot[slot] : args.rows;
+}
+
+// The rows of all slots that have some, in blocks of at most `most`. Every slot begins a row tile of its own.
+const std::vector<Segment>& segments_of(const ExpertFfn& args, int64_t most) {
+  static thread_local std::vector<Segment> segments;
+  segments.clear();
+  int64_t row = 0, tile = 0;
+  for (int64_t slot = 0; slot < args.slots; ++slot) {
+    const int64_t end = row + rows_of(args, slot);
+    while (row < end) {
+      const int64_t rows = std::min(most, end - row);
+      segments.push_back({slot, row, rows, tile});
+      row += rows;
+      tile += whole(rows, kRows);
+    }
+  }
+  return segments;
+}
+
+inline f32x16 activate(f32x16 gate, f32x16 up, const ExpertFfn& args) {
+  if (args.activation == kSilu) return silu(gate) * up;
+  const f32x16 limit(args.limit);
+  gate = min(limit, gate);  // in this order of operands NaN passes
+  up = min(limit, max(f32x16(-args.limit), up));
+  return gate * sigmoid(f32x16(args.alpha) * gate) * (up + f32x16(1.0f));
+}
+
+inline f32x16 bias_of(const bf16* bias, int64_t column, int64_t width) {
+  return f32x16::load(bias + column, static_cast<int>(std::min<int64_t>(kColumns, width - column)));
+}
+
+// Writes the activation of gate (first column tile of a pair) and up (second) as rows of the next product.
+struct StoreHidden {
+  const ExpertFfn& args;
+  const Segment& segment;
+  const Bf16::Panel& hidden;
+
+  void operator()(const Results& results) const {
+    const int64_t width = args.w2.columns, block = results.column_tile / 2, column = block * kColumns;
+    f32x16 gate_bias, up_bias;
+    if (args.b13) {
+      const bf16* bias = args.b13 + segment.slot * 2 * width;
+      gate_bias = bias_of(bias, column, width);
+      up_bias = bias_of(bias + width, column, width);
+    }
+    const bool last_half = block % 2 == 0 && column + kColumns >= width;  // nobody writes the other half of the tile
+    for (int r = 0; r < results.rows; ++r) {
+      f32x16 gate = results.load(r, 0), up = results.load(r, 1);
+      if (args.b13) gate = gate + gate_bias, up = up + up_bias;
+      bf16* to = hidden.tile(segment.tile + (results.row + r) / kRows) + block / 2 * kTile + r % kRows * kDepth +
+                 block % 2 * kColumns;
+      activate(gate, up, args).store(to);
+      if (last_half) f32x16::zero().store(to + kColumns);
+    }
+  }
+};
+
+// Writes rows of outputs.
+struct StoreRows {
+  const ExpertFfn& args;
+  const Segment& segment;
+
+  void operator()(const Results& results) const {
+    const int64_t width = args.w2.rows;
+    for (int tile = 0; tile < results.column_tiles; ++tile) {
+      const int64_t column = (results.column_tile + tile) * kColumns;
+      const int count = static_cast<int>(std::min<int64_t>(kColumns, width - column));
+      f32x16 bias;
+      if (args.b2) bias = bias_of(args.b2 + segment.slot * width, column, width);
+      bf16* to = args.out + (segment.row + results.row) * width + column;
+      for (int r = 0; r < results.rows; ++r, to += width) {
+        f32x16 sum = results.load(r, tile);
+        if (args.b2) sum = sum + bias;
+        if (count == kColumns) sum.store(to);
+        else sum.store(to, count);
+      }
+    }
+  }
+};
+
+// Run task(segment, first column tile, last) for all pairs of a segment and a block of columns.
+template <class Task>
+void each_block(Team& team, const std::vector<Segment>& segments, int64_t columns, int64_t block, Task&& task) {
+  const int64_t blocks = whole(columns, block);
+  team.each(static_cast<int64_t>(segments.size()) * blocks, [&](int64_t i) {
+    const int64_t first = i % blocks * block;
+    task(segments[i / blocks], first, std::min(columns, first + block));
+  });
+}
+
+template <class Format>
+void expert_ffn_in(Team& team, const ExpertFfn& args) {
+  const int64_t width = args.w13.columns, ffn_width = args.w2.columns;
+  const int64_t columns13 = column_tiles(args.w13.rows, true), columns2 = column_tiles(args.w2.rows, false);
+  const int64_t row_tiles = whole(args.rows, kRows) + std::min(args.slots, args.rows);
+  int64_t most = 0, used = 0;
+  for (int64_t slot = 0; slot < args.slots; ++slot) {
+    most = std::max(most, rows_of(args, slot));
+    used += rows_of(args, slot) > 0;
+  }
+  const Cut cut13 = cut<Format>(most, columns13, width, used, team.size());
+  const Cut cut2 = cut<Format>(most, columns2, ffn_width, used, team.size());
+  const auto& segments = segments_of(args, std::min(cut13.rows, cut2.rows));
+
+  const auto panel = Format::panel(args.scratch, row_tiles, width);
+  const auto hidden = Format::panel(static_cast<char*>(args.scratch) + Format::panel_bytes(row_tiles, width), row_tiles,
+                                    ffn_width);
+  team.each(static_cast<int64_t>(segments.size()), [&](int64_t i) {
+    const Segment& segment = segments[i];
+    for (int64_t row = 0; row < segment.rows; row += kRows) {
+      const int rows = static_cast<int>(std::min<int64_t>(kRows, segment.rows - row));
+      Format::prepare(panel, segment.tile + row / kRows, rows, width, [&](int r) {
+        const int64_t sorted = segment.row + row + r;
+        return args.x + (args.row_tokens ? args.row_tokens[sorted] : sorted) * args.x_stride;
+      });
+    }
+  });
+  each_block(team, segments, columns13, cut13.columns, [&](const Segment& segment, int64_t first, int64_t last) {
+    multiply_block<Format>(panel, segment.tile, segment.rows, Format::weights(args.w13, segment.slot, columns13), first,
+                           last, StoreHidden{args, segment, hidden});
+  });
+  each_block(team, segments, columns2, cut2.columns, [&](const Segment& segment, int64_t first, int64_t last) {
+    multiply_block<Format>(hidden, segment.tile, segment.rows, Format::weights(args.w2, segment.slot, columns2), first,
+                           last, StoreRows{args, segment});
+  });
+}
+
+// Columns [first, first + count) of one token.
+inline void combine_block(const Combine& args, int64_t token, int64_t column, int count) {
+  f32x16 sum = f32x16::zero();
+  for (int k = 0; k < args.top_k; ++k) {
+    const int64_t row = args.row_of[token * args.top_k + k];
+    if (row < 0) continue;
+    sum = sum + f32x16::load(args.rows + row * args.width + column, count) *
+                    f32x16(args.weights[token * args.top_k + k]);
+  }
+  const int64_t at = token * args.width + column;
+  if (args.shared) sum = sum.rounded() + f32x16::load(args.shared + at, count);
+  if (args.residual) sum = f32x16::load(args.residual + at, count) + sum.rounded();
+  sum.store(args.out + at, count);
+}
+
+}  // namespace
+
+int64_t expert_ffn_scratch(int64_t rows, int64_t slots, int64_t width, int64_t ffn_width) {
+  const int64_t row_tiles = whole(rows, kRows) + std::min(slots, rows);
+  return Bf16::panel_bytes(row_tiles, width) + Bf16::panel_bytes(row_tiles, ffn_width);
+}
+
+void expert_ffn(Team& team, const ExpertFfn& args) { expert_ffn_in<Bf16>(team, args); }
+
+void combine(Team& team, const Combine& args) {
+  // A few tasks a thread; of few tokens each is cut into columns too.
+  constexpr int64_t kTaskColumns = 512;
+  const int64_t blocks = whole(args.width, kTaskColumns);
+  const int64_t together = std::max<int64_t>(1, args.tokens * blocks / (8 * team.size()));
+  const int64_t parts = args.tokens * blocks;
+  team.each(whole(parts, together), [&](int64_t task) {
+    for (int64_t part = task * together; part < std::min(parts, (task + 1) * together); ++part) {
+      const int64_t first = part % blocks * kTaskColumns, last = std::min(args.width, first + kTaskColumns);
+      for (int64_t column = first; column < last; column += kColumns)
+        combine_block(args, part / blocks, column, static_cast<int>(std::min<int64_t>(kColumns, last - column)));
+    }
+  });
+}
+
+}  // namespace moewe
+
+namespace {
+
+moewe::ExpertFfn with_scratch(const moewe::ExpertFfn& args) {
+  moewe::ExpertFfn own = args;
+  const int64_t bytes = moewe::expert_ffn_scratch(own.rows, own.slots, own.w13.columns, own.w2.columns);
+  own.scratch = moewe::call_scratch().take(bytes);
+  return own;
+}
+
+}  // namespace
+
+extern "C" {
+
+void moewe_expert_ffn(const moewe::ExpertFfn* args) {
+  const moewe::ExpertFfn own = with_scratch(*args);
+  moewe::on_team([&own](moewe::Team& team) { moewe::expert_ffn(team, own); });
+}
+
+void moewe_combine(const moewe::Combine* args) {
+  moewe::on_team([args](moewe::Team& team) { moewe::combine(team, *args); });
+}
+
+void moewe_expert_ffn_combine(const moewe::ExpertFfn* ffn, const moewe::Combine* combine) {
+  const moewe::ExpertFfn own = with_scratch(*ffn);
+  moewe::on_team([&own, combine](moewe::Team& team) {
+    moewe::expert_ffn(team, own);
+    moewe::combine(team, *combine);
+  });
+}
+
+}
