@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
@@ -34,6 +35,8 @@ from .scheduling.limits import SchedulerConfig
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
+# Idle engines tell their statistics each second.
+STATS_S = 5.0
 
 
 class EngineLostError(RuntimeError):
@@ -237,6 +240,21 @@ class Session:
                 if delta.finish_reason == "error":
                     self._raise_for(delta)
                 yield index, delta
+
+    def num_preemptions(self) -> int:
+        """Return how often requests were put back for lack of blocks since the start; waits until engines are idle."""
+        old, deadline = self._replicas.stats(), time.monotonic() + STATS_S
+        while True:
+            with self._turn:
+                self._need_open()
+                self._replicas.poll(POLL_S / 10)  # of calls that were left early
+                new = self._replicas.stats()
+            fresh = all(
+                mine is not before and not mine.num_running + mine.num_waiting
+                for mine, before in zip(new, old, strict=True)
+            )
+            if fresh or time.monotonic() > deadline:
+                return sum(stats.num_preemptions for stats in new)
 
     def _need_open(self) -> None:
         if self._closed:

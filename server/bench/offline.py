@@ -43,10 +43,12 @@ def bench_latency(settings: Settings) -> int:
         params = _params(settings, samples)
         every: list[RequestRecord] = []
         took: list[float] = []
-        stopped = False
+        stopped, earlier = False, 0
         try:
             with counting("batches", warmups + iters) as advance:
                 for number in range(warmups + iters):
+                    if number == warmups > 0:
+                        earlier = session.num_preemptions()
                     records, duration = run_samples(session, samples, params, lambda: None)
                     if number >= warmups:
                         every += records
@@ -55,6 +57,7 @@ def bench_latency(settings: Settings) -> int:
         except KeyboardInterrupt:
             stopped = True
         figures = results(every, sum(took), {}) | {"batches": len(took), "max_concurrent_requests": batch}
+        figures["preemptions"] = session.num_preemptions() - earlier
         figures |= {f"{point}_batch_ms": 1000 * value for point, value in summary(took).items()}
         content = _content("bench latency", settings, session, tool, figures, every, batch_size=batch)
     return _finish(content, every, files, stopped)
@@ -75,7 +78,7 @@ def bench_throughput(settings: Settings) -> int:
         except KeyboardInterrupt:
             stopped, duration = True, time.perf_counter() - began
             records = [each for each in records if each.ended]
-        figures = results(records, duration, {})
+        figures = results(records, duration, {}) | {"preemptions": session.num_preemptions()}
         content = _content("bench throughput", settings, session, tool, figures, records, num_prompts=len(samples))
     return _finish(content, records, files, stopped)
 

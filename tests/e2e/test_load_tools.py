@@ -98,6 +98,7 @@ def test_offline_tools_and_batches(tmp_path: Path) -> None:
     results = record(out)["results"]
     assert (results["batches"], results["completed"], results["total_output_tokens"]) == (2, 4, 12)
     assert results["peak_memory_bytes"] > 1 << 28  # the weights alone are larger
+    assert results["preemptions"] == 0
     moewe("bench", "throughput", *common, "--num-prompts", "3", "--input-len", "8", "--output-len", "3",
           "--output-json", str(out))  # fmt: skip
     assert record(out)["results"]["total_output_tokens"] == 9

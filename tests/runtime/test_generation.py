@@ -16,6 +16,7 @@ from moewe.runtime.metrics.stats import decode_counters
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.processes.supervision import process_state
 from moewe.runtime.replicas import ReplicaLost, ReplicaSet
+from moewe.runtime.session import Session
 from tests.support.fixtures import checkpoint, random_prompt, reference_greedy
 from tests.support.polling import finish
 
@@ -113,6 +114,17 @@ def test_last_counters_come_though_the_request_was_aborted(ranks):
         assert time.monotonic() < deadline, replicas.stats()
         replicas.poll(0.1)
     replicas.close()
+
+
+def test_a_session_counts_preemptions():
+    """64 blocks of 16 tokens are few for eight sequences of 220."""
+    with Session.start(config(checkpoint(FIXTURE), "EP1DP1", "threads")) as session:
+        assert session.num_preemptions() == 0
+        params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+        deltas = list(session.stream([random_prompt(20, seed=i) for i in range(8)], [params] * 8))
+        assert sum(len(delta.token_ids) for _, delta in deltas) == 8 * 200
+        counted = session.num_preemptions()
+        assert 0 < counted == session.num_preemptions()
 
 
 @pytest.mark.spawn

@@ -36,9 +36,14 @@ class FakeSession:
         self.calls: list[tuple[list[Sequence[int]], list[SamplingParams]]] = []
         self.fails = fails
         self.interrupt_after = interrupt_after
+        self.preemptions = 0
+
+    def num_preemptions(self) -> int:
+        return self.preemptions
 
     def stream(self, prompts: Any, params: Any) -> Iterator[tuple[int, Delta]]:
         self.calls.append((list(prompts), list(params)))
+        self.preemptions += 2
         for index, own in enumerate(params):
             if index == self.interrupt_after:
                 raise KeyboardInterrupt
@@ -75,6 +80,7 @@ def test_latency_measures_batches_after_warm_ups(run: Any, capsys: pytest.Captur
         own.max_tokens == 5 and own.ignore_eos and own.temperature == 0 for _, params in session.calls for own in params
     )
     assert (results["batches"], results["completed"], results["total_output_tokens"]) == (3, 12, 60)
+    assert results["preemptions"] == 3 * 2, "those of the warm-ups do not count"
     assert results["total_input_tokens"] == 72 and results["max_concurrent_requests"] == 4
     assert results["tokens_per_piece"] == pytest.approx(5 / 3) and results["peak_memory_bytes"] > 1 << 20
     assert {"mean_batch_ms", "p99_batch_ms", "median_ttft_ms", "p95_tpot_ms", "mean_itl_ms"} <= set(results)
@@ -88,7 +94,7 @@ def test_throughput_runs_all_at_once_and_counts_failures(run: Any, capsys: pytes
     results = content["results"]
     assert code == 0 and len(session.calls) == 1 and len(session.calls[0][0]) == 5
     assert (results["completed"], results["failed"], results["errors"]) == (4, 1, {"not finite": 1})
-    assert (results["total_input_tokens"], results["total_output_tokens"]) == (24, 16)
+    assert (results["total_input_tokens"], results["total_output_tokens"], results["preemptions"]) == (24, 16, 2)
     assert "1 failed: not finite" in capsys.readouterr().out
 
 
