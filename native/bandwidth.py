@@ -68,39 +68,40 @@ def buffer_size(llc: int, free_bytes: int) -> int:
     return max(_MIN_BUFFER_BYTES, min(2 * llc, most))
 
 
-def measure_read_bandwidth(threads: int, free_bytes: int) -> Bandwidth:
-    """Return how fast `threads` threads together read memory; takes about a second.
+def measure_read_bandwidth(threads: int, free_bytes: int, fill_seconds: float = _FILL_SECONDS) -> Bandwidth:
+    """Return how fast `threads` threads together read memory; takes about a second, most of it to get the memory.
 
     Args:
         threads: at least 1; each reads its own part of the buffer, which it also touched first.
         free_bytes: memory that this call may look at; those that measure at the same time each name their share.
+        fill_seconds: how long to wait for memory at most; where it comes slowly, the buffer is smaller than wanted.
     """
     if threads < 1:
         raise ValueError(f"threads={threads} is not allowed; use at least 1")
     wanted = buffer_size(llc_bytes(), free_bytes)
     library = load()
-    rate, num_bytes = (0.0, 0) if library is None else _read_natively(library, threads, wanted)
+    rate, num_bytes = (0.0, 0) if library is None else _read_natively(library, threads, wanted, fill_seconds)
     if not rate:
-        rate, num_bytes = _read_with_numpy(threads, wanted)
+        rate, num_bytes = _read_with_numpy(threads, wanted, fill_seconds)
     return Bandwidth(bytes_per_second=rate, buffer_bytes=num_bytes, cache_resident=num_bytes <= llc_bytes())
 
 
-def _read_natively(library: ctypes.CDLL, threads: int, num_bytes: int) -> tuple[float, int]:
+def _read_natively(library: ctypes.CDLL, threads: int, num_bytes: int, fill_seconds: float) -> tuple[float, int]:
     """Return bytes/s and the bytes that were read in a pass; 0 when there is no memory."""
     function = library.moewe_read_rate
     function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_double, ctypes.c_double, ctypes.c_void_p]
     function.restype = ctypes.c_double
     read = ctypes.c_int64()
-    rate = float(function(threads, num_bytes, _FILL_SECONDS, _PASS_SECONDS, ctypes.byref(read)))
+    rate = float(function(threads, num_bytes, fill_seconds, _PASS_SECONDS, ctypes.byref(read)))
     return rate, read.value
 
 
-def _read_with_numpy(threads: int, num_bytes: int) -> tuple[float, int]:
+def _read_with_numpy(threads: int, num_bytes: int, fill_seconds: float) -> tuple[float, int]:
     """The same without native code."""
     parts = np.array_split(np.empty(num_bytes // 8), threads)
     best = float("inf")
     with ThreadPoolExecutor(threads) as pool:
-        parts = list(pool.map(_touched, parts))
+        parts = list(pool.map(lambda part: _touched(part, fill_seconds), parts))
         num_bytes = sum(part.nbytes for part in parts)
         now = begin = time.perf_counter()
         while now < begin + _PASS_SECONDS:
@@ -112,12 +113,12 @@ def _read_with_numpy(threads: int, num_bytes: int) -> tuple[float, int]:
     return num_bytes / best, num_bytes
 
 
-def _touched(part: np.ndarray) -> np.ndarray:
+def _touched(part: np.ndarray, seconds: float) -> np.ndarray:
     """Write as much of `part` as the time allows and return that much.
 
     Untouched pages all map to one page of zeros, which would be read from cache.
     """
-    deadline = time.perf_counter() + _FILL_SECONDS
+    deadline = time.perf_counter() + seconds
     done = 0
     while done < len(part) and (done == 0 or time.perf_counter() < deadline):
         part[done : done + _PIECE_ELEMENTS] = 1.0

@@ -82,6 +82,15 @@ def find_compiler() -> tuple[str, ...]:
     raise BuildError("there is no C++ compiler; install g++ (apt install g++) or set CXX")
 
 
+def compiler_version() -> str:
+    """Return what the compiler says of itself.
+
+    Raises:
+        BuildError: there is none that can be run.
+    """
+    return _version(find_compiler())
+
+
 def arch_flags(isa: str, cpu: Cpu) -> tuple[str, ...]:
     """Return the flags that let the compiler use `isa` and nothing better."""
     if isa == "amx" or (isa, *cpu.isas()[:1]) == ("avx512", "avx512"):

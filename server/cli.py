@@ -172,6 +172,17 @@ def _models(
     return show_models(as_json=as_json)
 
 
+@app.command("doctor")
+def _doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> int:
+    """Say what this machine has, which kernels it uses, how fast it can be, and what to mend."""
+    _set_up_logging(None, None, quiet=True)
+    from .doctor import doctor
+
+    return doctor(as_json=as_json)
+
+
 @app.command("demo-checkpoint")
 def _demo_checkpoint(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; made if it does not exist.")],
