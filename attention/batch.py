@@ -9,8 +9,12 @@ segment's first row, or the bucket's row, sees. What lies before it is not read 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from .native import NativeStep
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +82,8 @@ class AttentionBatch:
     Attributes:
         kind, window: of the cache group.
         slot_mapping: [T] i64, block_id * block_size + offset where the row's K and V are written.
-        prefills, decodes: together they cover each row exactly once; both may be empty.
+        prefills, decodes: together they cover each row exactly once; both may be empty. None for native attention.
+        native: the rows as native attention wants them, instead of `prefills` and `decodes`.
         kv_tokens_read: tokens of KV that some row of a sequence sees in one layer, over all sequences (for telemetry).
     """
 
@@ -88,3 +93,4 @@ class AttentionBatch:
     prefills: tuple[PrefillSegment, ...]
     decodes: tuple[DecodeBucket, ...]
     kv_tokens_read: int
+    native: NativeStep | None = None

@@ -1,8 +1,9 @@
 """Builds the `AttentionBatch` of a step and cache group from the numpy rows of a rank.
 
-Not attention: index arithmetic, once a step for all layers of a group. Decode rows that read a similar number of blocks
-share a bucket, so that one long sequence does not make all others read padding. Of sequences with a window or chunks,
-only whole blocks from the first visible token on are read.
+Not attention: index arithmetic, once a step for all layers of a group. Native attention is told runs of rows and block
+tables as they are (`build_native_batch`). For torch, decode rows that read a similar number of blocks share a bucket, so
+that one long sequence does not make all others read padding; of sequences with a window or chunks, only whole blocks
+from the first visible token on are read.
 Shapes: T rows, N decode rows, n blocks of a table; units: tokens, blocks.
 """
 
@@ -17,6 +18,7 @@ import torch
 
 from ..kvcache.groups import first_visible, first_visible_rows
 from .batch import AttentionBatch, DecodeBucket, PrefillSegment
+from .native import NativeStep
 
 SMALLEST_BUCKET_BLOCKS = 8  # reading a little padding costs less than one more call a layer
 # Rows behind a window are computed in pieces of about so many: each reads its rows and the window before them, so that
@@ -131,6 +133,40 @@ def build_attention_batch(
         prefills=tuple(prefills),
         decodes=tuple(decodes),
         kv_tokens_read=read,
+    )
+
+
+def build_native_batch(
+    *,
+    slot_mapping: np.ndarray,
+    segments: Sequence[SegmentRows],
+    decode_lengths: np.ndarray,
+    decode_tables: np.ndarray,
+    kind: str = "full",
+    window: int = 0,
+) -> AttentionBatch:
+    """Return the batch of one step for native attention; arguments as of `build_attention_batch`."""
+    num_decodes, width = decode_tables.shape
+    runs = np.empty((num_decodes + len(segments), 4), np.int64)
+    rows = np.arange(num_decodes)
+    runs[:num_decodes] = np.stack([rows, np.ones_like(rows), decode_lengths - 1, rows * width], axis=1)
+    tables, at = [decode_tables.ravel()], num_decodes * width
+    read = int((decode_lengths - first_visible_rows(kind, window, decode_lengths - 1)).sum())
+    for i, segment in enumerate(segments, num_decodes):
+        position = segment.num_computed_tokens
+        runs[i] = segment.row_start, segment.num_rows, position, at
+        tables.append(segment.block_table)
+        at += len(segment.block_table)
+        read += position + segment.num_rows - first_visible(kind, window, position)
+    slots = torch.from_numpy(np.ascontiguousarray(slot_mapping, dtype=np.int64))
+    return AttentionBatch(
+        kind=kind,
+        window=window,
+        slot_mapping=slots,
+        prefills=(),
+        decodes=(),
+        kv_tokens_read=read,
+        native=NativeStep(runs, np.concatenate(tables, dtype=np.int32, casting="same_kind"), slots),
     )
 
 

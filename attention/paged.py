@@ -1,6 +1,7 @@
 """Attention over paged KV with torch: gathers blocks, then scaled_dot_product_attention or the products themselves.
 
-Not the fast path (native and Triton kernels will read blocks in place, behind this signature) and no KV write.
+Not the fast path of a CPU (attention/native.py reads blocks in place; batches that were built for it go there) and no
+KV write.
 Where scores are capped, sinks take part or values are narrower than keys, the steps are spelled out, in fp32.
 Shapes: T rows, H query heads, Hkv KV heads, G = H / Hkv, Dh and Dv widths of a head of K and V, B rows of a bucket,
 R rows of a segment, n blocks, S keys.
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 
 from ..kvcache import KVStorage
 from .batch import AttentionBatch, AttentionOptions, DecodeBucket, PrefillSegment
+from .native import native_attention
 
 MOST_SCORES = 1 << 24  # held at once by the spelled-out path: 64 MiB
 
@@ -32,6 +34,8 @@ def paged_attention(
     Returns:
         [T, H, Dv] in the dtype of `q`.
     """
+    if batch.native is not None:
+        return native_attention(q, storage, layer, batch, options)
     k, v = storage.layer(layer)
     if options.sinks is not None or options.score_cap or k.shape[3] != v.shape[3]:
         return _spelled_out(q, k, v, batch, options)

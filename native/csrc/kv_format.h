@@ -4,12 +4,20 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "vec.h"
 
 namespace moewe {
 
 enum KvFormat : int32_t { kKvBf16 = 0 };
+
+inline int64_t element_bytes(int32_t /*format*/) { return 2; }
+
+// Widens elements [at, at + width) of a quantised cache to bf16, exactly; their scale is not applied.
+inline void widen_row(int32_t /*format*/, const void* cache, int64_t at, int64_t width, bf16* to) {
+  std::memcpy(to, static_cast<const bf16*>(cache) + at, width * 2);
+}
 
 // Stores `heads` heads of `width` values, which stand side by side, at `slot` of a cache [slots, heads, width].
 inline void store_heads(int32_t /*format*/, const float* values, int64_t slot, int64_t heads, int64_t width, void* cache,

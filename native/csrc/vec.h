@@ -69,11 +69,8 @@ inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return _mm512_fmadd_ps(a.v, b.
 inline f32x16 max(f32x16 a, f32x16 b) { return _mm512_max_ps(a.v, b.v); }
 inline f32x16 min(f32x16 a, f32x16 b) { return _mm512_min_ps(a.v, b.v); }
 inline f32x16 round(f32x16 a) { return _mm512_roundscale_ps(a.v, 0); }
-// a * 2^n for whole n in [-127, 127].
-inline f32x16 scale(f32x16 a, f32x16 n) {
-  return _mm512_mul_ps(a.v, _mm512_castsi512_ps(_mm512_slli_epi32(
-                                _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23)));
-}
+// a * 2^n for whole n in [-126, 127].
+inline f32x16 scale(f32x16 a, f32x16 n) { return _mm512_scalef_ps(a.v, n.v); }
 inline float sum(f32x16 a) {
   const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
   __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));

@@ -80,7 +80,7 @@ def test_every_kind_with_all_options(step: str, kind: str, options: str) -> None
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", ["plain", "cap_and_sinks"])  # the two paths
 @pytest.mark.parametrize("step", STEPS)
 def test_every_format_and_grouping(step: str, options: str, dtype: str, heads: tuple[int, int]) -> None:
     for kind, window in (("full", 0), ("window", 6)):
@@ -104,7 +104,7 @@ def test_latent_in_half_formats(dtype: str) -> None:
     num_kv_heads=st.sampled_from([1, 2, 4]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_random_steps(kind, window, block_size, segments, decodes, options, num_kv_heads, seed) -> None:
     shape = Shape(
         heads=(4, 1 if kind == "latent" else num_kv_heads),

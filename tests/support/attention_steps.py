@@ -14,7 +14,7 @@ import torch
 
 from moewe.attention import reference
 from moewe.attention.batch import AttentionBatch, AttentionOptions
-from moewe.attention.build import build_attention_batch
+from moewe.attention.build import build_attention_batch, build_native_batch
 from moewe.kvcache import CacheGroup, KVStorage
 from moewe.quant import FORMATS
 
@@ -126,11 +126,18 @@ def fill_with_nan(storage: KVStorage, blocks: np.ndarray) -> None:
 
 
 def make_step(
-    shape: Shape, segments: list[tuple[int, int]], decodes: list[int], *, seed: int = 0, stale: str = "foreign"
+    shape: Shape,
+    segments: list[tuple[int, int]],
+    decodes: list[int],
+    *,
+    seed: int = 0,
+    stale: str = "foreign",
+    native: bool = False,
 ) -> Step:
     """Lay out a step with single rows of sequences of the lengths `decodes`, then `segments` (computed, rows).
 
-    `stale` says what stands in a table where no block is needed any more or yet: a `foreign` block, or `nothing` (-1).
+    With `native` the batch is one for native attention. `stale` says what stands in a table where no block is needed
+    any more or yet: a `foreign` block, or `nothing` (-1).
     """
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
@@ -164,15 +171,18 @@ def make_step(
         runs.append(Rows(row_number, stop - start, start, tables[i]))
         owners += [(i, position) for position in range(start, stop)]
         row_number += stop - start
-    batch = build_attention_batch(
-        slot_mapping=np.zeros(row_number, np.int64),
-        segments=runs,
-        decode_lengths=np.array(decodes, np.int64),
-        decode_tables=decode_tables.astype(np.int64),
-        block_size=size,
-        device=torch.device("cpu"),
-        kind=shape.kind,
-        window=shape.window,
+    rows = {
+        "slot_mapping": np.zeros(row_number, np.int64),
+        "segments": runs,
+        "decode_lengths": np.array(decodes, np.int64),
+        "decode_tables": decode_tables.astype(np.int64),
+        "kind": shape.kind,
+        "window": shape.window,
+    }
+    batch = (
+        build_native_batch(**rows)
+        if native
+        else build_attention_batch(**rows, block_size=size, device=torch.device("cpu"))
     )
     q = torch.randn(row_number, shape.heads[0], shape.widths[0]).to(FORMATS[shape.dtype].torch_dtype)
     return Step(shape, q, storage, batch, sequences, owners)
