@@ -73,9 +73,10 @@ def find_compiler() -> tuple[str, ...]:
         BuildError: there is none.
     """
     if wanted := shlex.split(os.environ.get("CXX", "")):
-        if shutil.which(wanted[0]) is None:
+        found = shutil.which(wanted[0])
+        if found is None:
             raise BuildError(f"CXX={wanted[0]} cannot be run; unset CXX or name a C++17 compiler")
-        return tuple(wanted)
+        return (os.path.abspath(found) if os.sep in wanted[0] else wanted[0], *wanted[1:])  # it runs in another folder
     for name in ("g++", "clang++"):
         if shutil.which(name) is not None:
             return (name,)

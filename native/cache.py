@@ -17,10 +17,17 @@ _POLL_SECONDS = 0.05
 
 
 def cache_folder() -> Path:
-    """Return the folder: MOEWE_CACHE_DIR, else XDG_CACHE_HOME/moewe, else ~/.cache/moewe."""
-    if own := os.environ.get("MOEWE_CACHE_DIR"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "moewe"
+    """Return the folder: MOEWE_CACHE_DIR, else XDG_CACHE_HOME/moewe, else ~/.cache/moewe.
+
+    Raises:
+        FileNotFoundError: none is set and this user has no home.
+    """
+    try:
+        if own := os.environ.get("MOEWE_CACHE_DIR"):
+            return Path(own).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "moewe"
+    except RuntimeError:  # a container with a user that it does not know
+        raise FileNotFoundError("this user has no home directory; set MOEWE_CACHE_DIR to a folder") from None
 
 
 @contextmanager

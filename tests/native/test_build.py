@@ -207,6 +207,15 @@ def test_a_compiler_that_is_none(sources: Path, monkeypatch: pytest.MonkeyPatch)
         small_recipe()
 
 
+def test_a_compiler_named_from_here_runs_elsewhere(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in_compiler(tmp_path, "")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CXX", "./compiler")
+    assert find_compiler() == (str(tmp_path / "compiler"),) and built()[1] == ["compiled"]
+
+
 def test_words_of_cxx(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "env g++")
     assert find_compiler() == ("env", "g++")

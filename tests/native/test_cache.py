@@ -21,6 +21,17 @@ def test_the_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.
     assert cache_folder() == tmp_path / "own"
 
 
+def test_a_user_without_a_home_is_told_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("MOEWE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    with pytest.raises(FileNotFoundError, match="set MOEWE_CACHE_DIR"):
+        cache_folder()
+
+
 def test_a_lock_excludes_and_goes_away(tmp_path: Path) -> None:
     path, waits = tmp_path / "lock", []
     with locked(path, on_wait=lambda: waits.append(1)):
