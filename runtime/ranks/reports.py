@@ -17,7 +17,9 @@ from .batch import Segment, StepRows, WorkerBatch
 from .row_scan import finite_rows
 from .sampler import token_logprobs
 
-MOST_ROWS = 256  # whose logits exist at once, beside those of samples
+# Rows of prompts whose logits exist at once. Between two pieces a rank shows a sign of life, so a piece must be short
+# beside `--stall-timeout` even where one slow core multiplies them with a large vocabulary.
+MOST_ROWS = 64
 
 
 def chosen_logprobs(

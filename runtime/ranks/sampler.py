@@ -170,7 +170,14 @@ def _most_likely(logprobs: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.
         empty = logprobs[:, :0]
         return empty.long(), empty
     top, ids = logprobs.topk(num)
-    if bool(((logprobs >= top[:, -1:]).sum(-1) > num).any() or (top[:, 1:] == top[:, :-1]).any()):
-        top, ids = logprobs.sort(descending=True, stable=True)  # ties: the order of topk is not defined
-        top, ids = top[:, :num], ids[:, :num]
-    return ids, top
+    least = top[:, -1:]
+    crowded = ((logprobs >= least).sum(-1) > num).nonzero()[:, 0]  # which of the tied ones topk takes is not defined
+    if crowded.numel():
+        rows = logprobs[crowded]
+        above, tied = rows > least[crowded], rows == least[crowded]
+        tied &= tied.cumsum(-1, dtype=torch.int32) <= num - above.sum(-1, keepdim=True)
+        ids[crowded] = (above | tied).nonzero()[:, 1].view(-1, num)
+    # Logits of 16 bits tie in most rows: sorting `num` of them by id, then by value, is cheap; all of them is not.
+    ids = ids.sort(dim=-1).values
+    top, order = logprobs.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    return ids.gather(1, order), top

@@ -216,3 +216,19 @@ def test_logprobs_can_be_said_in_json():
     logits[0, 1], logits[0, 2] = 3e38, -3e38
     found = token_logprobs(logits, torch.tensor([2]), 5)
     assert found.chosen.tolist() == [sampler.LEAST_LOGPROB] and np.isfinite(found.top).all()
+
+
+def test_rows_full_of_ties_are_not_sorted_whole(monkeypatch):
+    # Logits of 16 bits tie nearly always, and a prompt has thousands of rows: such sorts once took a rank for stuck.
+    widths = []
+    plain = torch.Tensor.sort
+
+    def sort(values, *arguments, **options):
+        widths.append(values.shape[-1])
+        return plain(values, *arguments, **options)
+
+    monkeypatch.setattr(torch.Tensor, "sort", sort)
+    logits = torch.randint(0, 3, (8, 4096), generator=torch.Generator().manual_seed(5)).float()
+    found = token_logprobs(logits, torch.zeros(8, dtype=torch.int64), 20)
+    assert max(widths) <= 20
+    assert found.top_ids.tolist() == [(row == 2).nonzero()[:20, 0].tolist() for row in logits]
