@@ -117,6 +117,7 @@ void run_on_team(Body body, void* context) {
   }
   body(team, context);
   team.barrier();
+  release_tiles();
 }
 
 }  // namespace moewe

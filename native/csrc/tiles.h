@@ -24,11 +24,10 @@ constexpr int kResults = 256;   // floats of a tile of results
 #define MOEWE_AMX 1
 #endif
 
-// Makes the calling thread ready for tile instructions; cheap when it is. Every thread needs it once of its own.
+// Makes the calling thread ready for tile instructions. A thread that others' code runs on needs it anew for every call:
+// torch's own kernels load another configuration, or leave none.
 inline void configure_tiles() {
 #if MOEWE_AMX
-  static thread_local bool done = false;
-  if (done) return;
   struct alignas(64) {
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
@@ -36,7 +35,13 @@ inline void configure_tiles() {
   } config;
   for (int i = 0; i < 8; ++i) config.row_bytes[i] = 64, config.rows[i] = 16;
   _tile_loadconfig(&config);
-  done = true;
+#endif
+}
+
+// Leaves the tiles of the calling thread as if nobody had used them, so that a switch to another thread need not save them.
+inline void release_tiles() {
+#if MOEWE_AMX
+  _tile_release();
 #endif
 }
 
