@@ -16,6 +16,7 @@ import numpy as np
 
 from ..text import ChatTemplate, Tokenizer, chosen_template, load_tokenizer
 from .config import ModelOptions
+from .plan import pack
 
 if TYPE_CHECKING:
     from .resolve import Resolved
@@ -33,6 +34,11 @@ def check_token_ids(token_ids: Sequence[Any] | np.ndarray, vocab_size: int, *, n
             raise ValueError(f"{name}.{position} is not a token id (an integer), got {repr(token)[:40]}")
         if not 0 <= token < vocab_size:
             raise ValueError(f"{name}.{position}={token} is no token id of this model; use 0 to {vocab_size - 1}")
+
+
+def packed(token_ids: Sequence[int]) -> bytes:
+    """Return the ids of a prompt that was checked as messages carry them: once for all outputs that continue it."""
+    return pack(np.asarray(token_ids))
 
 
 def tokenizer_folder(model: ModelOptions) -> Path:

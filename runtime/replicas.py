@@ -13,18 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-
 from .balance import least_loaded
 from .config import EngineConfig
 from .engine_main import run_engine
 from .messages import Delta, Failed, FromEngine, Loading, Ready, Stats, Submit, ToEngine
 from .params import SamplingParams
-from .plan import pack
 from .processes.group import GroupParts
 from .processes.launch import EngineStart, Member, spawn_process, spawn_thread
 from .processes.supervision import wait_gone
-from .prompts import check_token_ids
 from .replica import Replica
 from .resolve import Resolved, resolve
 
@@ -32,7 +28,7 @@ ENGINE_MODULE = "moewe.runtime.engine_main"
 CHECK_EVERY_S = 0.5
 CLOSE_TIMEOUT_S = 8.0
 
-OnDelta = Callable[[Delta], None]
+OnDeltas = Callable[[Sequence[Delta]], None]
 OnFailure = Callable[[Failed], None]
 OnLoading = Callable[[int, Loading], None]
 
@@ -133,24 +129,25 @@ class ReplicaSet:
         return [replica.stats or nothing for replica in self._replicas]
 
     # --- requests --------------------------------------------------------------------------------------------------
-    def submit(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, priority: int = 0
-    ) -> None:
+    def submit(self, request_id: str, prompt: bytes, params: SamplingParams, priority: int = 0) -> None:
         """Hand a request to the least loaded replica; its deltas follow, the last one with a finish reason.
 
+        Args:
+            request_id: unique among those that have not had their last delta.
+            prompt: ids of the model, checked and `packed` at the door (runtime/prompts.py).
+            params: how to go on; checked there too.
+            priority: lower runs first.
+
         Raises:
-            ValueError: a token id that the model does not have, or a `request_id` in use.
+            ValueError: a `request_id` in use.
             ReplicaLost: no replica is left.
         """
-        check_token_ids(prompt_token_ids, self.resolved.model.vocab_size)
         if any(replica.owes(request_id) for replica in self._replicas):
             raise ValueError(f"request_id {request_id!r} is already in use; choose another")
         index = self._choose()
         if index < 0:
             raise ReplicaLost(self.failure.reason if self.failure is not None else "the engines have been stopped")
-        message = Submit(
-            request_id=request_id, prompt_token_ids=pack(np.asarray(prompt_token_ids)), params=params, priority=priority
-        )
+        message = Submit(request_id=request_id, prompt_token_ids=prompt, params=params, priority=priority)
         self._replicas[index].submit(message)
         self._after_command()
 
@@ -208,7 +205,7 @@ class ReplicaSet:
     def attach(
         self,
         loop: asyncio.AbstractEventLoop,
-        on_delta: OnDelta,
+        on_deltas: OnDeltas,
         on_failure: OnFailure,
         on_ready: Callable[[], None] | None = None,
     ) -> None:
@@ -216,11 +213,11 @@ class ReplicaSet:
 
         Args:
             loop: the running event loop.
-            on_delta: called for every delta, in order.
+            on_deltas: called with those that came together, in order.
             on_failure: called once for each replica that is lost, after the last deltas of its requests.
             on_ready: called once, when all replicas are ready.
         """
-        self._loop = _LoopPump(self, self._replicas, loop, (on_delta, on_failure, on_ready))
+        self._loop = _LoopPump(self, self._replicas, loop, (on_deltas, on_failure, on_ready))
         self._loop.turn()
 
     def collect(self) -> list[Delta]:
@@ -299,20 +296,21 @@ class _LoopPump:
         replicas: ReplicaSet,
         members: Sequence[Replica],
         loop: asyncio.AbstractEventLoop,
-        callbacks: tuple[OnDelta, OnFailure, Callable[[], None] | None],
+        callbacks: tuple[OnDeltas, OnFailure, Callable[[], None] | None],
     ) -> None:
         self._set = replicas
         self._members = members
         self._event_loop = loop
-        self._on_delta, self._on_failure, self._on_ready = callbacks
+        self._on_deltas, self._on_failure, self._on_ready = callbacks
         self._reading: set[int] = set()
         self._writing: set[int] = set()
         self._timer = loop.call_later(CHECK_EVERY_S, self._tick)
 
     def turn(self) -> None:
         """Deliver what has come."""
-        for delta in self._set.collect():
-            self._on_delta(delta)
+        deltas = self._set.collect()
+        if deltas:
+            self._on_deltas(deltas)
         for failure in self._set.new_failures():
             self._on_failure(failure)
         if self._on_ready is not None and self._set.is_ready:

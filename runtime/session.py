@@ -26,7 +26,7 @@ from .kernels import prepare_kernels
 from .kv_layout import scheduler_limits
 from .messages import INVALID_REQUEST, Delta
 from .params import SamplingParams
-from .prompts import check_token_ids, model_template, model_tokenizer, with_ends
+from .prompts import check_token_ids, model_template, model_tokenizer, packed, with_ends
 from .replicas import OnLoading, ReplicaLost, ReplicaSet
 from .resolve import Resolved, check_checkpoint, resolve
 from .scheduling.admission import check_fits
@@ -200,8 +200,8 @@ class Session:
         """
         if self._closed:
             raise RuntimeError("this LLM is closed; make a new one")
-        checked = [(prompt, self.check(prompt, own)) for prompt, own in zip(prompts, params, strict=True)]
-        outputs = [(prompt, choice) for prompt, own in checked for choice in own.choices()]
+        checked = [(self.check(prompt, own), packed(prompt)) for prompt, own in zip(prompts, params, strict=True)]
+        outputs = [(prompt, choice) for own, prompt in checked for choice in own.choices()]
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("this LLM is generating already; it serves one call at a time (a server serves many)")
         pending: dict[str, int] = {}
@@ -215,7 +215,7 @@ class Session:
             self._lock.release()
 
     def _run(
-        self, outputs: Sequence[tuple[Sequence[int], SamplingParams]], pending: dict[str, int]
+        self, outputs: Sequence[tuple[bytes, SamplingParams]], pending: dict[str, int]
     ) -> Iterator[tuple[int, Delta]]:
         waiting = iter(range(len(outputs)))
         most = self.resolved.topology.dp * self.resolved.most_requests  # replicas refuse more than that
@@ -267,7 +267,7 @@ class Session:
         if delta.error_code == INVALID_REQUEST:
             raise ValueError(delta.error or "the engine refused the request")
 
-    def _submit(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+    def _submit(self, request_id: str, prompt: bytes, params: SamplingParams) -> None:
         try:
             self._replicas.submit(request_id, prompt, params)
         except ReplicaLost as lost:

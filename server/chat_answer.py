@@ -59,6 +59,8 @@ class ChatAnswer(Answer):
 
     def text_events(self, index: int, delta: Delta) -> bytes:
         """Return `events` of a delta within an answer whose chunks differ in their text alone."""
+        if self._reading is None:  # nothing is taken apart, and nobody asks a streamed answer for its message
+            return self._with_text(index, delta.text) if delta.text else b""
         parts = self._parts[index].take(delta)
         return b"".join(
             self._with_text(index, part["content"])

@@ -33,13 +33,11 @@ class Lane:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def send(self, data: bytes) -> None:
-        """Write a piece that is not empty; wait before while the client reads slower than we write."""
-        connection = self._connection
-        if connection.flow.write_paused:
-            await connection.flow.drain()
-        if not connection.transport.is_closing():
-            connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    def write(self, data: bytes) -> None:
+        """Write a piece that is not empty, after others that the client has not read yet; nothing if it is gone."""
+        transport = self._connection.transport
+        if not transport.is_closing():
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 def lane_of(scope: Scope) -> Lane | None:

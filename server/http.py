@@ -174,9 +174,7 @@ async def _respond(state: ServerState, http: Request, request: GenerationRequest
 
 def _open(state: ServerState, intake: Intake) -> Call:
     state.require_ready()  # tokenising took its time
-    choices = intake.params.choices()
-    prompts = [prompt for prompt in intake.prompts for _ in choices]
-    return state.hub.open(prompts, [*choices] * len(intake.prompts), intake.priority)
+    return state.hub.open(intake.prompts, intake.params.choices(), intake.priority)
 
 
 def _shape(state: ServerState, request: GenerationRequest, intake: Intake) -> Shape:

@@ -131,7 +131,7 @@ async def engines(resolved: Resolved, options: ServerOptions, halt: asyncio.Even
 
     try:
         with bars.shown():
-            replicas.attach(loop, state.hub.on_delta, on_failure, on_ready)
+            replicas.attach(loop, state.hub.on_deltas, on_failure, on_ready)
             waiting = [asyncio.ensure_future(event.wait()) for event in (ready, halt)]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for each in waiting:

@@ -165,7 +165,7 @@ class Server:
             self.state.hub.replicas = replicas
             self.state.latest_stats = replicas.stats
             with self._display.shown():
-                replicas.attach(loop, self.state.hub.on_delta, self._on_failure, lambda: self._on_ready(replicas))
+                replicas.attach(loop, self.state.hub.on_deltas, self._on_failure, lambda: self._on_ready(replicas))
                 word = await self._first_word()
             code = await self._end(word or await self._words.get())
         finally:

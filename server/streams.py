@@ -8,7 +8,7 @@ Units: bytes on the wire.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -52,13 +52,16 @@ async def _hung_up(receive: Receive) -> None:
 
 async def collect(answer: Answer) -> dict[str, Any]:
     """Wait for all prompts of an answer and return its body; raise ApiError when one failed."""
-    while arrived := await answer.call.next():
-        for index, delta in arrived:
+    call = answer.call
+    while True:
+        for index, delta in call.take():
             failure = failed(delta)
             if failure is not None:
                 raise failure
             answer.add(index, delta)
-    return answer.body()
+        if call.ended:
+            return answer.body()
+        await call.wait()
 
 
 def failed(delta: Delta) -> ApiError | None:
@@ -102,26 +105,52 @@ class EventStream(Response):
             self._answer.call.close()
 
     async def _send_all(self, send: Send, lane: Lane | None) -> None:
-        async def send_piece(data: bytes) -> None:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        last = await self._deltas(send_piece if lane is None else lane.send)
+        opening = b"".join(map(event, self._answer.opening()))
+        if opening:
+            await send({"type": "http.response.body", "body": opening, "more_body": True})
+        last = await (self._send_news(send) if lane is None else self._write_news(lane))
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _deltas(self, send: Callable[[bytes], Awaitable[None]]) -> bytes:
-        """Send what deltas bring until there are no more; return what ends the stream."""
-        answer = self._answer
-        data = b"".join(map(event, answer.opening()))
-        if data:
-            await send(data)
-        while arrived := await answer.call.next():
-            data = b""
-            for index, delta in arrived:
-                failure = failed(delta)
-                if failure is not None:
-                    return data + event(failure.body())
-                data += answer.events(index, delta)
+    async def _send_news(self, send: Send) -> bytes:
+        """Send events as they come; return the last ones."""
+        while True:
+            data, is_last = self._news()
+            if is_last:
+                return data
             if data:
-                await send(data)
-        return b"".join(map(event, answer.closing())) + b"data: [DONE]\n\n"
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await self._answer.call.wait()
+
+    async def _write_news(self, lane: Lane) -> bytes:
+        """The same for a lane. No task wakes for it: events are written where deltas arrive."""
+        last: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+        def write() -> None:
+            if last.done():
+                return
+            try:
+                data, is_last = self._news()
+            except Exception as error:  # of this answer; deltas of others arrive by the same way
+                last.set_exception(error)
+                return
+            if is_last:
+                last.set_result(data)
+            elif data:
+                lane.write(data)
+
+        self._answer.call.on_news = write
+        write()  # what has come meanwhile
+        return await last
+
+    def _news(self) -> tuple[bytes, bool]:
+        """Return the events of what has come, and whether they are the last ones."""
+        answer, data = self._answer, b""
+        for index, delta in answer.call.take():
+            failure = failed(delta)
+            if failure is not None:
+                return data + event(failure.body()), True
+            data += answer.events(index, delta)
+        if not answer.call.ended:
+            return data, False
+        return data + b"".join(map(event, answer.closing())) + b"data: [DONE]\n\n", True

@@ -11,6 +11,7 @@ from moewe.kvcache.block_pool import BlockPool
 from moewe.runtime.engine import BooksError
 from moewe.runtime.engine_main import STRICT_VARIABLE
 from moewe.runtime.params import SamplingParams
+from moewe.runtime.prompts import packed
 from moewe.runtime.scheduler import GroupLimits, Scheduler, SchedulerConfig
 from tests.runtime.test_engine import make_engine, run, submit
 from tests.runtime.test_generation import FIXTURE, start
@@ -115,14 +116,14 @@ def test_a_running_engine_mends_itself_or_fails_when_told_to(strict, monkeypatch
     monkeypatch.setattr(Scheduler, "residue", corrupted)
     replicas = start("EP1DP1", "threads")
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    replicas.submit("a", random_prompt(5), params)
+    replicas.submit("a", packed(random_prompt(5)), params)
     finish(replicas, 1)
     if strict:
         while replicas.failure is None:
             replicas.poll(0.1)
         assert "books of the idle engine" in replicas.failure.reason
     else:
-        replicas.submit("b", random_prompt(30), params)
+        replicas.submit("b", packed(random_prompt(30)), params)
         assert finish(replicas, 1)[0]["b"] == reference_greedy(checkpoint(FIXTURE), random_prompt(30), 8)
         assert replicas.failure is None
         assert schedulers[0].residue() is None

@@ -1,4 +1,4 @@
-"""What the tokenizer says of a model: the template in use and the tokens that end a text."""
+"""What the tokenizer says of a model: the template in use and the tokens that end a text; and which ids are refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from moewe.runtime.config import EngineConfig, ModelOptions
-from moewe.runtime.prompts import model_template, model_tokenizer, with_ends
+from moewe.runtime.plan import unpack
+from moewe.runtime.prompts import check_token_ids, model_template, model_tokenizer, packed, with_ends
 from moewe.runtime.resolve import Resolved, resolve
 from tests.support.chain import EOS, chain
 from tests.support.fixtures import edit_json
@@ -53,3 +54,15 @@ def test_the_template_asked_for_wins_over_the_models_own(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="it has: default"):
         used("other")
     assert model_template(ModelOptions(model="m", path="m"), None) is None
+
+
+@pytest.mark.parametrize("bad", [-1, 512, 1 << 40, True, 1.0, "1"])
+def test_what_is_no_token_id_is_refused_by_place_and_value(bad: object) -> None:
+    check_token_ids([0, 511], 512)
+    with pytest.raises(ValueError, match=r"prompt_token_ids\.1.*(use 0 to 511|an integer)") as refused:
+        check_token_ids([1, bad], 512)
+    assert repr(bad) in str(refused.value)
+
+
+def test_a_packed_prompt_is_its_ids() -> None:
+    assert unpack(packed([0, 511, 2**31 - 1])).tolist() == [0, 511, 2**31 - 1]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 import pytest
 
+from moewe.runtime.messages import Delta
+from moewe.server.completion_answer import CompletionAnswer
 from tests.support.asking import events, fake, post
 from tests.support.fake_replicas import FakeReplicas, connect, make_state, on_the_wire, tokenizer, with_server
 
@@ -172,3 +175,37 @@ def joined(chunks: bytes) -> bytes:
         body, chunks = body + chunks[:size], chunks[size + 2 :]
     assert chunks == b""
     return body
+
+
+def test_an_answer_that_breaks_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events are written where deltas of all streams arrive: an exception there must reach no other stream."""
+    made = CompletionAnswer.text_events
+
+    def text_events(self: CompletionAnswer, index: int, delta: Delta) -> bytes:
+        if self.shape.prompts[0] == [7]:
+            raise ValueError("this one cannot be written")
+        return made(self, index, delta)
+
+    monkeypatch.setattr(CompletionAnswer, "text_events", text_events)
+    state = make_state(fakes := fake("the sea is wide", pause=0.01))
+
+    held: list[Delta] = []
+
+    def both(deltas: Sequence[Delta]) -> None:
+        held.extend(deltas)
+        if len({delta.request_id for delta in held}) == 2:  # the first of both in one piece, the broken one before
+            state.hub.on_deltas(sorted(held, key=lambda delta: fakes.submitted[delta.request_id][0] != [7]))
+            fakes.on_deltas = state.hub.on_deltas
+
+    fakes.on_deltas = both
+
+    async def run(client: httpx.AsyncClient) -> list[bytes]:
+        connections = [await connect(client) for _ in range(2)]
+        for (_, writer), prompt in zip(connections, ([7], [8]), strict=True):
+            asked = on_the_wire({"model": "gull", "prompt": prompt, "max_tokens": 4, "stream": True})
+            writer.write(asked.replace(b"host: a\r\n", b"host: a\r\nconnection: close\r\n"))
+        return list(await asyncio.gather(*(rest(reader) for reader, _ in connections)))
+
+    broken, whole = with_server(state, run)
+    assert b"data: " not in broken and b"data: [DONE]" in whole
+    assert not state.hub.num_calls and state.metrics.totals.finished["abort"] == 1

@@ -64,7 +64,7 @@ def test_every_end_is_counted_under_its_reason() -> None:
             assert reason == ("length" if limit == 2 else "stop")
         refused = await client.post("/v1/completions", json={"model": "gull", "prompt": "a", "max_tokens": 9999})
         assert refused.status_code == 400
-        state.hub.replicas, slow.on_delta = slow, state.hub.on_delta
+        state.hub.replicas, slow.on_deltas = slow, state.hub.on_deltas
         await hang_up_on(client, state, 5)
         while state.hub.num_live:
             await asyncio.sleep(0.01)

@@ -31,7 +31,7 @@ def answers(make: Any, shape: dict[str, Any], **options: Any) -> tuple[Answer, A
     state = make_state(FakeReplicas(tokenizer(), says("x")))
 
     async def open_call() -> Any:
-        return state.hub.open([[1, 2, 3]] * shape.get("n", 1), [SamplingParams(max_tokens=50)] * shape.get("n", 1))
+        return state.hub.open([[1, 2, 3]], [SamplingParams(max_tokens=50)] * shape.get("n", 1))
 
     call = asyncio.run(open_call())
     fields = Shape(model='gu"ll', tokenizer=state.tokenizer, prompts=[[1, 2, 3]], **shape)

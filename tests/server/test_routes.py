@@ -191,7 +191,7 @@ def test_failure_without_stream_has_the_status_of_its_code(code: str | None, sta
     def failing(request_id: str, *args: Any) -> None:
         submit(request_id, *args)
         error = Delta(request_id=request_id, finish_reason="error", error="max_queued_requests", error_code=code)
-        state.hub.on_delta(error)
+        state.hub.on_deltas([error])
 
     replicas.submit = failing  # type: ignore[method-assign]
     response = post(state, "/v1/completions", {"model": "gull", "prompt": "x"})

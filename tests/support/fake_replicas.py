@@ -26,6 +26,7 @@ from moewe.runtime.messages import Delta, LogprobEntry, RankStats, Ready, Stats
 from moewe.runtime.metrics.export import Metrics
 from moewe.runtime.metrics.stats import encode_counters, rank_stats
 from moewe.runtime.params import SamplingParams
+from moewe.runtime.plan import unpack
 from moewe.runtime.text_output import TextOutput
 from moewe.server.http import build_app
 from moewe.server.hub import Hub
@@ -52,7 +53,7 @@ class FakeReplicas:
         self.script = script
         self.pause = pause
         self.ends = ends
-        self.on_delta: Callable[[Delta], None] = lambda delta: None
+        self.on_deltas: Callable[[Sequence[Delta]], None] = lambda deltas: None
         self.submitted: dict[str, tuple[list[int], SamplingParams, int]] = {}
         self.aborted: list[str] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -61,11 +62,10 @@ class FakeReplicas:
     def num_running(self) -> int:
         return len(self._tasks)
 
-    def submit(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, priority: int = 0
-    ) -> None:
-        self.submitted[request_id] = (list(prompt_token_ids), params, priority)
-        self._tasks[request_id] = asyncio.ensure_future(self._say(request_id, prompt_token_ids, params))
+    def submit(self, request_id: str, prompt: bytes, params: SamplingParams, priority: int = 0) -> None:
+        token_ids = unpack(prompt).tolist()
+        self.submitted[request_id] = (token_ids, params, priority)
+        self._tasks[request_id] = asyncio.ensure_future(self._say(request_id, token_ids, params))
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -86,10 +86,10 @@ class FakeReplicas:
         tokens = list(self.script(prompt))
         await asyncio.sleep(self.pause)
         for piece in self._on_prompt(prompt, params):
-            self.on_delta(Delta(request_id=request_id, prompt_logprobs=piece, first_scheduled=time.monotonic()))
+            self._tell(Delta(request_id=request_id, prompt_logprobs=piece, first_scheduled=time.monotonic()))
         if params.max_tokens == 0:
             del self._tasks[request_id]
-            self.on_delta(Delta(request_id=request_id, finish_reason="length", first_scheduled=time.monotonic()))
+            self._tell(Delta(request_id=request_id, finish_reason="length", first_scheduled=time.monotonic()))
             return
         for position, token in enumerate(tokens):
             await asyncio.sleep(self.pause)
@@ -102,10 +102,13 @@ class FakeReplicas:
             reason = "stop" if stopped else reason
             if reason is not None:
                 del self._tasks[request_id]
-            self.on_delta(Delta(request_id=request_id, token_ids=(token,), text=text, finish_reason=reason,
-                                logprobs=self._logprobs(token, params), first_scheduled=time.monotonic()))  # fmt: skip
+            self._tell(Delta(request_id=request_id, token_ids=(token,), text=text, finish_reason=reason,
+                             logprobs=self._logprobs(token, params), first_scheduled=time.monotonic()))  # fmt: skip
             if reason is not None:
                 return
+
+    def _tell(self, delta: Delta) -> None:
+        self.on_deltas((delta,))
 
     def _on_prompt(self, prompt: Sequence[int], params: SamplingParams) -> list[tuple[tuple[LogprobEntry, ...], ...]]:
         """What is said of the tokens of a prompt, in two pieces."""
@@ -172,7 +175,7 @@ def make_state(
     )
     if replicas is not None:
         state.hub.replicas = replicas
-        replicas.on_delta = state.hub.on_delta
+        replicas.on_deltas = state.hub.on_deltas
         state.latest_stats = replicas.stats
         state.ready = [
             Ready(num_blocks=max_model_len // 16, block_size=16, max_model_len=max_model_len, max_num_seqs=8,
