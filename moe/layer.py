@@ -14,12 +14,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..quant import num_bytes
+from ..quant import PackedTensor, num_bytes
 from ..telemetry import RankCounters, RankProgress
 from .experts import gated_ffn, grouped_ffn
 from .gated import Activation, ExpertWeights, GatedFFN
+from .native_experts import native_ffn, native_ffn_combine
+from .native_route import NativeRouter, can_route
 from .routing import RoutingConfig, route
-from .wide_ep import Exchange, ExpertPlacement, assign_replicas, replica_table
+from .wide_ep import Dispatched, Exchange, ExpertPlacement, assign_replicas, replica_table
 
 
 class ExpertSwitches(Protocol):
@@ -120,6 +122,17 @@ class MoELayer:
         self._placement, self._rank = placement, rank
         # Valid ids cannot lack an owner when every expert has one, so the check costs nothing in a sound placement.
         self._all_owned = bool((replica_table(placement, moe_layer, rank)[:-1] >= 0).all())
+        self._is_alone = exchange.name == "local" and self._all_owned and not switches.weigh_input
+        self._router_native: NativeRouter | None = None
+        if isinstance(weights.experts.w13, PackedTensor) and can_route(routing):
+            self._router_native = NativeRouter(
+                routing,
+                weights.router,
+                num_slots=placement.num_slots,
+                bias=weights.router_bias,
+                selection_bias=weights.selection_bias,
+                slot_of=placement.table(moe_layer, rank, device),
+            )
         self._no_ids = torch.empty(0, routing.top_k, dtype=torch.int32, device=device)
         self._no_weights = torch.empty(0, routing.top_k, device=device)
         self.tokens_per_slot = torch.zeros(num_slots, dtype=torch.int64)
@@ -132,6 +145,8 @@ class MoELayer:
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Return what the experts add to the residual: [T, D] -> [T, D]."""
+        if self._router_native is not None and self._is_alone:
+            return self._run_alone(x_TD)
         num_tokens = x_TD.shape[0]
         physical_ids_TK, topk_weights_TK = self._choose(x_TD) if num_tokens else (self._no_ids, self._no_weights)
         sent_TD = x_TD
@@ -142,14 +157,41 @@ class MoELayer:
         dispatched = self._exchange.dispatch(sent_TD, physical_ids_TK)
         self._tick()
         self.tokens_per_slot = dispatched.tokens_per_slot
-        rows_MD = grouped_ffn(dispatched.rows, dispatched.tokens_per_slot, self._experts, self._activation)
+        rows_MD = self._run_experts(dispatched)
         shared_TD = self._shared_experts(x_TD) if num_tokens and self._shared is not None else None
         self._tick()
         combined_TD = self._exchange.combine(rows_MD, topk_weights_TK, dispatched.handle)
         self._tick()
         return combined_TD if shared_TD is None else combined_TD + shared_TD
 
+    def _run_alone(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Do all of it in two native calls where no row leaves this rank; the same bits as through an exchange."""
+        assert self._router_native is not None
+        routed = self._router_native(x_TD)
+        self._tick()
+        self.tokens_per_slot = routed.tokens_per_slot
+        shared_TD = self._shared_experts(x_TD) if x_TD.shape[0] and self._shared is not None else None
+        self._tick()
+        return native_ffn_combine(x_TD, self._experts, self._activation, routed, shared=shared_TD)
+
+    def _run_experts(self, dispatched: Dispatched) -> torch.Tensor:
+        if not isinstance(self._experts.w13, PackedTensor):
+            return grouped_ffn(dispatched.rows, dispatched.tokens_per_slot, self._experts, self._activation)
+        return native_ffn(
+            dispatched.source,
+            self._experts,
+            self._activation,
+            tokens_per_slot=dispatched.tokens_per_slot,
+            row_tokens=dispatched.row_tokens,
+            out=self._exchange.output(dispatched.num_rows),
+        )
+
     def _choose(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._router_native is not None:
+            routed = self._router_native(x_TD)
+            if not self._all_owned:
+                self._report_unowned(routed.expert_ids, routed.slot_ids)
+            return routed.slot_ids, routed.weights
         logits_TE = F.linear(x_TD.float(), self._router, self._router_bias)
         topk_ids_TK, topk_weights_TK = route(logits_TE, self._routing, self._selection_bias)
         physical_ids_TK = assign_replicas(topk_ids_TK, self._placement, self._moe_layer, self._rank)

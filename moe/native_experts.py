@@ -14,6 +14,7 @@ from ..native.library import load
 from ..quant.packed import MatrixArgs, PackedTensor
 from .gated import SILU, Activation, ExpertWeights, GatedFFN
 from .native_route import Routed
+from .wide_ep.native_combine import combine_args
 
 _ACTIVATIONS = {"silu": 0, "clamped": 1}
 
@@ -32,16 +33,6 @@ class ExpertFfnArgs(ctypes.Structure):
         ("activation", ctypes.c_int32),
         *((name, ctypes.c_float) for name in ("alpha", "limit")),
         *((name, ctypes.c_void_p) for name in ("out", "scratch")),
-    )
-
-
-class CombineArgs(ctypes.Structure):
-    """`struct Combine` of native/csrc/experts.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("rows", "row_of", "weights", "shared", "residual", "out")),
-        *((name, ctypes.c_int64) for name in ("tokens", "width")),
-        ("top_k", ctypes.c_int32),
     )
 
 
@@ -72,6 +63,7 @@ def native_ffn(
     *,
     tokens_per_slot: torch.Tensor | None = None,
     row_tokens: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run each row through the FFN of its slot, and all through one where there are no slots.
 
@@ -81,40 +73,19 @@ def native_ffn(
         activation: between the two products.
         tokens_per_slot: [S] i64, sums to M; None for one FFN.
         row_tokens: [M] i32, the row of `x` that each row is, sorted by slot; None: the rows of `x` are sorted.
+        out: [M, D] bf16, where the result goes; None makes it.
 
     Returns:
         [M, D] bf16, unweighted.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
-    out = torch.empty(x.shape[0] if row_tokens is None else row_tokens.shape[0], x.shape[1], dtype=torch.bfloat16)
+    num_rows = x.shape[0] if row_tokens is None else row_tokens.shape[0]
+    if out is None:
+        out = torch.empty(num_rows, x.shape[1], dtype=torch.bfloat16)
+    assert out.shape == (num_rows, x.shape[1]) and out.is_contiguous() and out.dtype == torch.bfloat16, out.shape
     args = _prepared(x, out, weights, activation, tokens_per_slot, row_tokens)
     _library().moewe_expert_ffn(ctypes.byref(args))
-    return out
-
-
-def native_combine(
-    rows: torch.Tensor,
-    topk_weights: torch.Tensor,
-    row_of: torch.Tensor,
-    *,
-    shared: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Add the rows of each token with their weights: ascending k, in fp32, rounded once.
-
-    Args:
-        rows: [M, D] bf16, outputs of experts.
-        topk_weights: [T, K] f32; those of dropped choices are not read.
-        row_of: [T, K] i32, the row of each choice, -1 for a dropped one.
-        shared: [T, D] bf16, added to the rounded sum, and rounded.
-        residual: [T, D] bf16, added to that, and rounded.
-
-    Returns:
-        [T, D] bf16.
-    """
-    args, out = _combine_args(rows, topk_weights, row_of, shared, residual)
-    _library().moewe_combine(ctypes.byref(args))
     return out
 
 
@@ -130,7 +101,7 @@ def native_ffn_combine(
     """Return what `native_combine` makes of `native_ffn` for the rows that `routed` sorted, in one call; see both."""
     rows = torch.empty(routed.row_tokens.shape[0], x.shape[1], dtype=torch.bfloat16)
     args = _prepared(x, rows, weights, activation, routed.tokens_per_slot, routed.row_tokens)
-    after, out = _combine_args(rows, routed.weights, routed.rows, shared, residual)
+    after, out = combine_args(rows, routed.weights, routed.rows, shared, residual)
     _library().moewe_expert_ffn_combine(ctypes.byref(args), ctypes.byref(after))
     return out
 
@@ -154,34 +125,6 @@ def _prepared(
         assert row_tokens.dtype == torch.int32 and row_tokens.is_contiguous(), row_tokens.dtype
         args.row_tokens = row_tokens.data_ptr()
     return args
-
-
-def _combine_args(
-    rows: torch.Tensor,
-    topk_weights: torch.Tensor,
-    row_of: torch.Tensor,
-    shared: torch.Tensor | None,
-    residual: torch.Tensor | None,
-) -> tuple[CombineArgs, torch.Tensor]:
-    (num_tokens, top_k), width = row_of.shape, rows.shape[1]
-    assert rows.dtype == torch.bfloat16 and rows.is_contiguous(), rows.dtype
-    assert topk_weights.dtype == torch.float32 and topk_weights.shape == row_of.shape and topk_weights.is_contiguous()
-    assert row_of.dtype == torch.int32 and row_of.is_contiguous(), row_of.dtype
-    out = torch.empty(num_tokens, width, dtype=torch.bfloat16)
-    for other in (shared, residual):
-        assert other is None or (other.dtype == out.dtype and other.shape == out.shape and other.is_contiguous())
-    args = CombineArgs(
-        rows=rows.data_ptr(),
-        row_of=row_of.data_ptr(),
-        weights=topk_weights.data_ptr(),
-        shared=None if shared is None else shared.data_ptr(),
-        residual=None if residual is None else residual.data_ptr(),
-        out=out.data_ptr(),
-        tokens=num_tokens,
-        width=width,
-        top_k=top_k,
-    )
-    return args, out
 
 
 def _library() -> ctypes.CDLL:

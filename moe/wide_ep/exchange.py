@@ -8,6 +8,7 @@ Letters: T tokens of this rank, D width, K top-k, M rows received, P_local exper
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -18,14 +19,26 @@ class Dispatched:
     """What arrived on this rank.
 
     Attributes:
-        rows: [M, D] rows sorted by local slot; within a slot by source rank, then token, then k.
+        source: [R, D] where the rows lie.
+        row_tokens: [M], which row of `source` each sorted one is; None: `source` holds just them, in order.
         tokens_per_slot: [P_local] i64 on the CPU, sums to M.
         handle: what `combine` needs to bring rows home; opaque.
     """
 
-    rows: torch.Tensor
+    source: torch.Tensor
+    row_tokens: torch.Tensor | None = None
     tokens_per_slot: torch.Tensor
     handle: Any
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """[M, D] rows sorted by local slot; within a slot by source rank, then token, then k."""
+        return self.source if self.row_tokens is None else self.source.index_select(0, self.row_tokens)
+
+    @property
+    def num_rows(self) -> int:
+        """M."""
+        return len(self.source if self.row_tokens is None else self.row_tokens)
 
 
 class Exchange(Protocol):
@@ -44,6 +57,10 @@ class Exchange(Protocol):
             physical_ids: [T, K] i32, global slot numbers (rank r owns the contiguous range given by the placement);
                 -1 sends nothing.
         """
+        ...
+
+    def output(self, num_rows: int) -> torch.Tensor | None:
+        """Return [M, D] where expert outputs can be written so that `combine` need not copy them; None: anywhere."""
         ...
 
     def combine(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: Any) -> torch.Tensor:

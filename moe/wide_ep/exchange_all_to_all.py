@@ -76,10 +76,13 @@ class AllToAllExchange:
         order = torch.repeat_interleave(self._slot_of_count, counts.view(-1)).sort(stable=True)[1].to(device)  # [M]
         self._bytes_sent += 8 * sum(self._slots_per_rank) - 8 * self._num_local if num_ranks > 1 else 0
         return Dispatched(
-            rows=arrived.index_select(0, order),
+            source=arrived.index_select(0, order),
             tokens_per_slot=counts.sum(0),
             handle=_Handle(pairs=pairs, order=order, sent=sent, received=received),
         )
+
+    def output(self, num_rows: int) -> None:
+        """Return None: outputs may stand anywhere."""
 
     def combine(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle) -> torch.Tensor:
         """Send rows [M, D] back where they came from and add those of this rank; see `Exchange.combine`."""

@@ -98,7 +98,10 @@ class ThreadExchange:
             dropped=None if pairs.dropped is None else pairs.dropped[:, home],
         )
         handle = _Handle(pairs=own, returned_bytes=(rows.shape[0] - local) * row_bytes)
-        return Dispatched(rows=rows, tokens_per_slot=counts, handle=handle)
+        return Dispatched(source=rows, tokens_per_slot=counts, handle=handle)
+
+    def output(self, num_rows: int) -> None:
+        """Return None: outputs may stand anywhere."""
 
     def combine(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle) -> torch.Tensor:
         """Fetch the outputs of this rank's pairs and add them; see `Exchange.combine`."""
