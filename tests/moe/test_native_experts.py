@@ -7,9 +7,10 @@ import torch
 
 from moewe.moe.experts import gated_ffn, grouped_ffn
 from moewe.moe.gated import SILU, Activation, ExpertWeights
-from moewe.moe.native_experts import native_combine, native_ffn, native_ffn_combine
+from moewe.moe.native_experts import native_ffn, native_ffn_combine
 from moewe.moe.native_route import Routed
 from moewe.moe.reference import combine_reference, dispatch_reference, grouped_ffn_reference
+from moewe.moe.wide_ep.native_combine import native_combine
 from moewe.moe.wide_ep.pairs import add_pairs, sort_pairs
 from moewe.quant import PackedTensor, pack
 from tests.support.cases import RoutingCase, random_ids, routing_cases
@@ -198,3 +199,14 @@ def test_many_tokens_are_combined_by_any_number_of_threads() -> None:
 def test_bytes_per_slot_are_exact() -> None:
     assert packed(experts(3, (64, 32))).bytes_per_slot == 3 * 64 * 32 * 2
     assert packed(experts(3, (33, 17), biases=True)).bytes_per_slot == 2 * (4 * 16 * 64 + 48 * 32 + 34 + 33)
+
+
+def test_tiles_that_torch_left_behind_do_not_matter() -> None:
+    """torch multiplies bf16 with tiles of other shapes on the same thread, and releases them."""
+    torch.manual_seed(0)
+    mine = torch.randn(3, 64).bfloat16()
+    weights = packed(experts(1, (64, 32)))
+    expected = native_ffn(mine, weights, tokens_per_slot=torch.tensor([3]))
+    for rows in (1, 5, 40):
+        torch.randn(rows, 96).bfloat16() @ torch.randn(96, 48).bfloat16()
+        assert torch.equal(native_ffn(mine, weights, tokens_per_slot=torch.tensor([3])), expected)
