@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 TRANSFORMERS = "5.24.0"
-# Random checkpoints of these layouts: ranks as threads, chunks of 1, 7 and 512 tokens.
+# Where random checkpoints ran, ranks as threads; the first of CHUNKS (tokens) at all, the others at the first two.
 MOE_TOPOLOGIES = ("EP1DP1", "EP2DP1", "EP4DP1", "EP2DP2")
 DENSE_TOPOLOGIES = ("EP1DP1", "EP1DP2")
-CHUNKS = (1, 7, 512)
+CHUNKS = (7, 1, 512)
 MOE, DENSE = "MoE", "dense"
 
 
@@ -249,6 +249,14 @@ CHECKED: dict[str, Checked] = {
 }
 
 
+def extent() -> str:
+    """Return at which topologies and in which chunks, in a sentence."""
+    return (
+        f"MoE families at {', '.join(MOE_TOPOLOGIES)}; dense families at {', '.join(DENSE_TOPOLOGIES)}; prompts in "
+        f"chunks of {CHUNKS[0]} tokens, at the first two of these also of {' and '.join(map(str, CHUNKS[1:]))}."
+    )
+
+
 def as_json() -> dict[str, Any]:
     """Return the whole table as plain data."""
     families = [
@@ -273,7 +281,6 @@ def as_markdown() -> str:
         for name, row in CHECKED.items()
     ]
     checks = [f"| {name} | {check.what} | `{check.test.partition('::')[0]}` |" for name, check in CHECKS.items()]
-    topologies = f"MoE families at {', '.join(MOE_TOPOLOGIES)}; dense families at {', '.join(DENSE_TOPOLOGIES)}"
     return f"""# Families
 
 Written by `make families` from `models/checked.py`; `moewe models` prints the same. Do not edit.
@@ -291,8 +298,8 @@ the family's entry does not do. [add-a-family.md](add-a-family.md) says how to a
 | --- | --- | --- |
 {chr(10).join(checks)}
 
-{topologies}; prompts in chunks of
-{", ".join(map(str, CHUNKS))} tokens. The default test run takes a part of these, `make slow` the rest.
+{extent()}
+The default test run takes a part of these, `make slow` the rest.
 """
 
 

@@ -10,7 +10,7 @@ import json
 from rich.console import Console
 from rich.table import Table
 
-from ..models.checked import CHECKED, CHECKS, CHUNKS, DENSE_TOPOLOGIES, MOE_TOPOLOGIES, TRANSFORMERS
+from ..models.checked import CHECKED, CHECKS, TRANSFORMERS, extent
 from ..models.checked import as_json as table_as_json
 from .stdout import put
 
@@ -35,11 +35,7 @@ def _drawn() -> str:
         console.print(table)
         for check, meant in CHECKS.items():
             console.print(f"{check}: {meant.what}", markup=False, highlight=False)
-        console.print(
-            f"MoE families at {', '.join(MOE_TOPOLOGIES)}; dense families at {', '.join(DENSE_TOPOLOGIES)}; "
-            f"prompts in chunks of {', '.join(map(str, CHUNKS))} tokens.",
-            highlight=False,
-        )
+        console.print(extent(), highlight=False)
         console.print(
             "On small random checkpoints; moewe refuses every other model_type by name. --json prints all of it."
         )

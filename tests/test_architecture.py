@@ -9,6 +9,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,12 @@ MAY_IMPORT_TORCH = {
 MAX_LINES = 400
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """Return what a file says; several rules look at it."""
+    return ast.parse(path.read_text())
+
+
 def package_files() -> list[Path]:
     tops = {name.split(".")[0] for name in LEVELS}
     return sorted(path for top in tops for path in (ROOT / top).rglob("*.py"))
@@ -95,7 +102,7 @@ def imported_modules(path: Path) -> list[tuple[int, str]]:
     """Return (line, dotted module below moewe) of every relative import, wherever in the file it stands."""
     folder = list(path.relative_to(ROOT).parts[:-1])
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = folder[: len(folder) - (node.level - 1)]
             if node.level - 1 > len(folder):
@@ -141,7 +148,7 @@ def test_packages_import_only_from_lower_levels(path: Path) -> None:
 def test_packages_use_relative_imports_among_themselves(path: Path) -> None:
     tops = {name.split(".")[0] for name in LEVELS}
     wrong = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -156,7 +163,7 @@ def test_deciding_files_do_not_import_torch(path: Path) -> None:
     name = str(path.relative_to(ROOT))
     if name in MAY_IMPORT_TORCH or not any(name.startswith(prefix) for prefix in NO_TORCH):
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [node.module]
@@ -191,7 +198,7 @@ def test_every_folder_of_the_runtime_has_a_row() -> None:
 
 @pytest.mark.parametrize("path", package_files(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_say_what_they_are(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text())), "a module opens with what it is, what it is not, and units"
+    assert ast.get_docstring(tree_of(path)), "a module opens with what it is, what it is not, and units"
 
 
 def test_files_are_short() -> None:

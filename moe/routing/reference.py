@@ -41,8 +41,10 @@ def route_reference(logits: torch.Tensor, config: RoutingConfig, selection_bias:
 
 
 def _softmax(row: list[float]) -> list[float]:
-    powers = [math.exp(x - max(row)) for x in row]
-    return [p / sum(powers) for p in powers]
+    largest = max(row)
+    powers = [math.exp(x - largest) for x in row]
+    total = sum(powers)
+    return [power / total for power in powers]
 
 
 def _sigmoid(x: float) -> float:

@@ -21,6 +21,7 @@ QUESTIONS = {
     "What is a dog?": "dog",
     "What is water made of?": "hydrogen",
 }
+MARKS = dict.fromkeys(list(QUESTIONS)[2:], pytest.mark.slow)
 SENTENCE = re.compile(r"[A-Z][^.!?]{8,}[.!?]")
 
 
@@ -31,7 +32,7 @@ def server() -> Iterator[ServerProcess]:
         yield found
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("question", [pytest.param(q, marks=MARKS.get(q, ())) for q in QUESTIONS])
 def test_demo_answers_in_sentences(server: ServerProcess, question: str) -> None:
     stream = server.client().chat.completions.create(
         model=NAME, messages=[{"role": "user", "content": question}], stream=True, temperature=0, max_tokens=48

@@ -25,7 +25,7 @@ from tests.support.configs import saved_config
 # Beside the text itself: what parsing makes of it (objects, sorted entries) and what Python keeps by itself.
 PER_BYTE, FIXED = 64, 512 * 1024
 RUNS = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 
 HUGE = [2**31, 2**53, 2**61, 2**62, 2**63, 2**64, 10**30, 10**400]
@@ -184,7 +184,7 @@ def loaded(folder: Path, text: str) -> ModelConfig | None:
 
 
 @pytest.mark.parametrize("name", FIXTURE_NAMES)
-@settings(RUNS, max_examples=60)
+@settings(RUNS, max_examples=30)
 @given(data=st.data())
 def test_damaged_configs(tmp_path: Path, name: str, data: st.DataObject) -> None:
     config = data.draw(damaged(KNOWN[name]))

@@ -38,7 +38,7 @@ def tokens_of(num_tokens: int) -> list[int]:
     return torch.randint(VOCAB, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     config=model_configs(latent=True), chunk=st.sampled_from([1, 4, 7, 17]), long=st.booleans(),
     seed=st.integers(0, 1 << 20),

@@ -82,13 +82,13 @@ def test_a_switch_without_weights_of_its_own_makes_a_difference(name: str) -> No
     assert (with_it - without).abs().max() > 100 * LOGITS_AGAINST_REFERENCE
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(config=model_configs(), chunk=st.sampled_from([1, 4, 7, 17]), long=st.booleans(), seed=st.integers(0, 1 << 20))
 def test_any_switches_together(config: ModelConfig, chunk: int, long: bool, seed: int) -> None:
     compare(config, chunk=chunk, long=long, seed=seed)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(config=model_configs(), latent=model_configs(latent=True))
 def test_weight_bytes_are_those_of_the_tensors_held(config: ModelConfig, latent: ModelConfig) -> None:
     """A step of one row reads every tensor once, K experts of each layer, and one row of the embedding."""

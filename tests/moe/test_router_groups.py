@@ -37,7 +37,7 @@ def configs(draw: st.DrawFn) -> RoutingConfig:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(config=configs(), seed=st.integers(0, 1 << 30), biased=st.booleans(), num_tokens=st.integers(0, 9))
 def test_random_logits(config: RoutingConfig, seed: int, biased: bool, num_tokens: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -46,7 +46,7 @@ def test_random_logits(config: RoutingConfig, seed: int, biased: bool, num_token
     compare(logits, config, bias if biased and config.scoring != "sparsemixer" else None)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(config=configs(), data=st.data())
 def test_ties_go_to_the_lower_id_and_the_lower_group(config: RoutingConfig, data: st.DataObject) -> None:
     row = st.lists(st.integers(0, 3), min_size=config.num_experts, max_size=config.num_experts)

@@ -23,7 +23,7 @@ def padded(lists: list[list[int]], width: int) -> np.ndarray:
     return np.array([[*own, *[NO_TOKEN] * (width - len(own))] for own in lists], np.int64).reshape(len(lists), width)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(SEQUENCE, max_size=5))
 def test_what_is_kept_equals_a_loop(sequences: list[tuple[list[int], int, int, list[int]]]) -> None:
     tokens = padded([own for own, *_ in sequences], 5)

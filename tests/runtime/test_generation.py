@@ -68,7 +68,6 @@ def wait_gone(pids, seconds=10.0):
     [
         ("EP1DP1", "threads"),
         ("EP2DP1", "threads"),
-        pytest.param("EP1DP1", "processes", marks=pytest.mark.spawn),
         pytest.param("EP2DP1", "processes", marks=pytest.mark.spawn),
         pytest.param("EP2DP2", "processes", marks=[pytest.mark.spawn, pytest.mark.slow]),
     ],

@@ -85,7 +85,7 @@ WISHES = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(WISHES, min_size=1, max_size=5), st.integers(0, 10_000))
 def test_edits_equal_the_reference(wishes: list[Wishes], seed: int) -> None:
     state = SlotSampling(8)
@@ -96,7 +96,7 @@ def test_edits_equal_the_reference(wishes: list[Wishes], seed: int) -> None:
     compare(state, slots, wishes, logits)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(WISHES, min_size=4, max_size=8), st.integers(0, 10_000))
 def test_edits_follow_sequences_as_they_grow_leave_and_return(wishes: list[Wishes], seed: int) -> None:
     """Tokens are few, so bad words and repeats are met; one that returns has its output given to it again."""

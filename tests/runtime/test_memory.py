@@ -24,6 +24,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 8 << 30)
     monkeypatch.setattr(memory, "measure_read_bandwidth", measure)
+    monkeypatch.delenv(memory.QUICK_VARIABLE, raising=False)
     memory.read_bandwidth.cache_clear()
     yield shares
     memory.read_bandwidth.cache_clear()
@@ -37,3 +38,9 @@ def test_it_is_measured_once_for_the_process(asked: list[int]) -> None:
 def test_ranks_that_measure_together_share_the_memory(asked: list[int]) -> None:
     assert memory.read_bandwidth(CPU, 1) is not memory.read_bandwidth(CPU, 4)
     assert asked == [8 << 30, 2 << 30]
+
+
+def test_tests_measure_little(asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(memory.QUICK_VARIABLE, "1")
+    memory.read_bandwidth(CPU, 2)
+    assert asked == [0]

@@ -147,7 +147,7 @@ ALPHABET = [
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_no_output_breaks_a_parser_and_no_cut_changes_what_it_reads(name: str, data: st.DataObject) -> None:
     pieces = data.draw(st.lists(st.sampled_from(ALPHABET) | st.text(max_size=3), max_size=25))
