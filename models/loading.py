@@ -20,6 +20,7 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .config import ModelConfig
 from .dummy import fill_randomly
 from .name_map import Matched, match_tensors
+from .packing import pack_weights, packable_bytes
 from .reads import Read, Spans, Staging, plan_piece
 from .weights import ModelWeights
 
@@ -39,6 +40,7 @@ class LoadOptions:
         dummy: make random weights from the config alone instead of reading a checkpoint.
         seed: of dummy weights.
         num_threads: how many read (or fill) at once, at least 1.
+        pack: put matrices into the tiles of native kernels; `quant.can_pack` says whether that may be.
     """
 
     dtype: torch.dtype
@@ -48,6 +50,7 @@ class LoadOptions:
     dummy: bool = False
     seed: int = 0
     num_threads: int = 4
+    pack: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,7 @@ class LoadReport:
 
     Attributes:
         weights: filled, every byte of them.
-        bytes_held: of all tensors of this rank.
+        bytes_held: of all tensors of this rank, packed where that was asked for.
         bytes_read: from the weight files, headers included.
         ignored: names of stored tensors that nothing needed.
     """
@@ -81,15 +84,19 @@ def load_weights(
     Raises:
         ConfigError: the checkpoint is incomplete, damaged, or of another model.
     """
+    on_progress = on_progress or _quiet
     if options.dummy:
-        return _make_dummy(config, options, on_progress or _quiet)
+        return _make_dummy(config, options, on_progress)
     with open_checkpoint(path) as checkpoint:
         matched = match_tensors(checkpoint.tensors, config)
         allocation = _allocate(config, options)
         reads = [read for piece in matched.pieces for read in plan_piece(piece, allocation.targets)]
         reads.sort(key=lambda read: read.position)
-        written = _run_reads(reads, options.num_threads, on_progress or _quiet)
+        progress = _Progress(on_progress, sum(read.num_bytes for read in reads), allocation.weights, options)
+        written = _run_reads(reads, options.num_threads, progress)
     prove_filled(allocation.weights, written)
+    if options.pack:
+        pack_weights(allocation.weights, progress.add)
     if options.rank == 0:
         _log_leftovers(checkpoint, matched)
     return LoadReport(
@@ -120,18 +127,36 @@ def prove_filled(weights: ModelWeights, written: Spans) -> None:
         raise RuntimeError("loading wrote outside of the weights")
 
 
-def _run_reads(reads: list[Read], num_threads: int, on_progress: OnProgress) -> Spans:
+class _Progress:
+    """Adds up what is read (or made) and then packed: both are parts of one total.
+
+    Args:
+        on_progress: told (done, total), at once and whenever something is added.
+        num_bytes: to read or to make.
+        weights: what is packed afterwards, if `options` say so.
+        options: of loading.
+    """
+
+    def __init__(self, on_progress: OnProgress, num_bytes: int, weights: ModelWeights, options: LoadOptions) -> None:
+        self._on_progress, self._done = on_progress, 0
+        self._total = num_bytes + (packable_bytes(weights) if options.pack else 0)
+        on_progress(0, self._total)
+
+    def add(self, num_bytes: int) -> None:
+        """Tell that so many bytes more are done."""
+        self._done += num_bytes
+        self._on_progress(self._done, self._total)
+
+
+def _run_reads(reads: list[Read], num_threads: int, progress: _Progress) -> Spans:
     """Run all reads; returns the address ranges that they wrote."""
-    total, done, staging = sum(read.num_bytes for read in reads), 0, Staging()
-    written = Spans()
-    on_progress(0, total)
+    staging, written = Staging(), Spans()
     with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as pool:
         futures = {pool.submit(read.run, staging): read for read in reads}
         try:
             for future in as_completed(futures):
                 written += future.result()
-                done += futures[future].num_bytes
-                on_progress(done, total)
+                progress.add(futures[future].num_bytes)
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
@@ -144,19 +169,18 @@ def _allocate(config: ModelConfig, options: LoadOptions) -> Allocation:
 
 def _make_dummy(config: ModelConfig, options: LoadOptions, on_progress: OnProgress) -> LoadReport:
     allocation = _allocate(config, options)
-    total, written = allocation.weights.num_bytes, Spans()
-    done = 0
+    written = Spans()
+    progress = _Progress(on_progress, allocation.weights.num_bytes, allocation.weights, options)
 
     def on_filled(view: torch.Tensor) -> None:
-        nonlocal done
-        done += view.nbytes
         written.append((view.data_ptr(), view.data_ptr() + view.nbytes))
-        on_progress(done, total)
+        progress.add(view.nbytes)
 
-    on_progress(0, total)
     fill_randomly(allocation.targets, seed=options.seed, num_threads=options.num_threads, on_filled=on_filled)
     prove_filled(allocation.weights, written)
-    return LoadReport(weights=allocation.weights, bytes_held=total, bytes_read=0, ignored=())
+    if options.pack:
+        pack_weights(allocation.weights, progress.add)
+    return LoadReport(weights=allocation.weights, bytes_held=allocation.weights.num_bytes, bytes_read=0, ignored=())
 
 
 def _log_leftovers(checkpoint: Checkpoint, matched: Matched) -> None:

@@ -67,6 +67,13 @@ def prepare() -> Outcome:
     return result
 
 
+def set_threads(threads: int) -> None:
+    """Let so many threads, the calling one included, work on its native calls from now on; nothing without kernels."""
+    library = load()
+    if library is not None:
+        library.moewe_set_threads(threads)
+
+
 def _load() -> Outcome:
     if told := os.environ.get(_FAILED_VARIABLE):
         return _without(told, logging.DEBUG)

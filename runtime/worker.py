@@ -23,7 +23,8 @@ from ..models.footprint import cache_groups, kv_groups
 from ..models.loading import LoadOptions, load_weights
 from ..moe.wide_ep.exchange import Exchange
 from ..moe.wide_ep.placement import ExpertPlacement
-from ..quant import parse_format
+from ..native.library import set_threads
+from ..quant import can_pack, parse_format
 from ..telemetry import RankCounters, RankProgress
 from .config import EngineConfig
 from .kv_layout import kv_layout, step_limits
@@ -123,18 +124,22 @@ class Worker:
 
     def load(self) -> Loaded:
         """Read this rank's weights and say how many KV blocks fit beside them."""
-        options = self.config.model
+        options, dtype = self.config.model, self.number_format.torch_dtype
+        native = can_pack(dtype, self.device)
+        if native:
+            set_threads(torch.get_num_threads())
         report = load_weights(
             Path(options.path),
             self.model_config,
             LoadOptions(
-                dtype=self.number_format.torch_dtype,
+                dtype=dtype,
                 placement=self._placement,
                 rank=self.rank,
                 device=self.device,
                 dummy=options.load_format == "dummy",
                 seed=options.seed,
                 num_threads=torch.get_num_threads(),
+                pack=native,
             ),
             on_progress=self._on_loading,
         )

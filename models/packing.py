@@ -1,0 +1,80 @@
+"""Put the loaded matrices of a rank into the tiles of native kernels: those of `quant.linear`, experts and the head.
+
+Not the packing itself (quant/packed.py) and no quantisation: what is quantised stays as stored. So do norms, biases,
+routers, the factors of latent attention that are multiplied head by head, and an embedding that is not also the head.
+Units: bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..quant import PackedTensor, pack
+from .weights import ModelWeights
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A matrix, and where it stands."""
+
+    owner: object
+    name: str
+    gate_up: bool = False
+
+    @property
+    def matrix(self) -> torch.Tensor | None:
+        found = getattr(self.owner, self.name)
+        return found if isinstance(found, torch.Tensor) and found.dtype == torch.bfloat16 else None
+
+    def pack(self) -> PackedTensor:
+        # Nothing else may hold the matrix: it is overwritten, or its memory is free before the next one is packed.
+        packed = pack(getattr(self.owner, self.name), gate_up=self.gate_up, in_place=True)
+        setattr(self.owner, self.name, packed)
+        return packed
+
+
+def packable_bytes(weights: ModelWeights) -> int:
+    """Return the bytes of the matrices that `pack_weights` would pack."""
+    return sum(place.matrix.nbytes for place in _places(weights) if place.matrix is not None)
+
+
+def pack_weights(weights: ModelWeights, on_packed: Callable[[int], None]) -> None:
+    """Pack the matrices of `weights`, one after the other, in their own memory where their widths are whole tiles.
+
+    Args:
+        weights: in bf16 on the CPU; all tensors of it are of no use to others afterwards.
+        on_packed: told the bytes that each matrix had, when it is done.
+    """
+    tied = weights.head is weights.embedding
+    for place in _places(weights):
+        matrix = place.matrix
+        if matrix is None:
+            continue
+        num_bytes = matrix.nbytes
+        del matrix
+        if place.owner is weights and tied:  # or the table would keep the memory of a head that is not packed in place
+            weights.embedding = place.pack()
+        else:
+            place.pack()
+        on_packed(num_bytes)
+
+
+def _places(weights: ModelWeights) -> Iterator[_Place]:
+    for layer in weights.layers:
+        yield _Place(layer, "qkv")
+        yield _Place(layer, "o")
+        if layer.latent is not None:
+            for name in ("q", "q_a", "q_b", "kv_a"):
+                yield _Place(layer.latent, name)
+        ffns: list[object] = [layer.dense]
+        if layer.moe is not None:
+            ffns += [layer.moe.experts, layer.moe.shared]
+        for ffn in ffns:
+            both = _Place(ffn, "w13", gate_up=True), _Place(ffn, "w2")
+            # One call runs both products: a quantised one beside a plain one stays with torch.
+            if ffn is not None and all(place.matrix is not None for place in both):
+                yield from both
+    yield _Place(weights, "head")
