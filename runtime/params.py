@@ -191,7 +191,7 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
      f"use up to {MAX_LOGIT_BIAS} token ids, each with a number from -100 to 100"),
     ("seed", _or_none(_integer(-(2**63), 2**63 - 1)), "use an integer of at most 64 bits"),
     ("stop", _several(MAX_STOP_STRINGS, _is_word), f"use up to {MAX_STOP_STRINGS} strings, none empty"),
-    ("stop_token_ids", _several(MAX_STOP_TOKENS, _TOKEN), f"use up to {MAX_STOP_TOKENS} token ids"),
+    ("stop_token_ids", _several(MAX_STOP_TOKENS, _TOKEN), f"use up to {MAX_STOP_TOKENS} token ids, from 0"),
     ("bad_words", _several(MAX_BAD_WORDS, _is_bad_word), f"use up to {MAX_BAD_WORDS} strings, none blank"),
     ("bad_word_tokens", _several(2 * MAX_BAD_WORDS, lambda value: bool(value) and _WORD_TOKENS(value)),
      f"use up to {2 * MAX_BAD_WORDS} sequences of 1 to {MAX_BAD_WORD_TOKENS} token ids"),

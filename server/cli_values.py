@@ -112,6 +112,8 @@ def read_config(path: Path, known: Mapping[str, Flag]) -> dict[str, Any]:
         if flag is None:
             near = nearest(key, spellings, otherwise="moewe serve --help lists all")
             raise ValueError(foreign(key) or f"{key!r} in {str(path)!r} is not a flag; {near}")
+        if flag.name == "config":
+            raise ValueError(f"{key!r} in {str(path)!r} names a further file, which is not read; put its flags here")
         if flag.name in values:
             raise ValueError(f"{key!r} in {str(path)!r} sets {flag.name} a second time; leave one out")
         if raw is not None:

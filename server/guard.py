@@ -66,7 +66,12 @@ class Guard:
                 401, "no valid API key; send the header 'Authorization: Bearer KEY'",
                 code="invalid_api_key", headers={"www-authenticate": "Bearer"},
             )  # fmt: skip
-        length = dict(scope["headers"]).get(b"content-length", b"0")
+        headers = dict(scope["headers"])
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            # A proxy in front may go by the other one, and take what follows for part of this body, or the reverse.
+            text = "content-length and transfer-encoding exclude each other; send one of them"
+            return ApiError(400, text, headers=_CLOSE)
+        length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._state.options.max_body_bytes:
             return too_large(self._state.options.max_body_bytes)
         return None

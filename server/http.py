@@ -11,11 +11,13 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
+from ..text.one_line import shorten
 from .answers import Answer, Shape
 from .bodies import read_body
 from .chat_answer import ChatAnswer
@@ -71,7 +73,9 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        text = f"{request.method} {request.url.path} is not served here ({error.detail})"
+        text = f"{request.method} {shorten(request.url.path, 200)} is not served here ({error.detail})"
+        allowed = Headers(error.headers).get("allow")
+        text += f"; use {allowed}" if allowed else ""
         body = ApiError(error.status_code, text, code="not_found" if error.status_code == 404 else None).body()
         return JSONResponse(body, error.status_code, headers=dict(error.headers or {}))
 

@@ -67,5 +67,7 @@ def _readable(error: ValidationError) -> ApiError:
     if not first["loc"]:
         return invalid("request body must be a JSON object")
     path = ".".join(str(part) for part in first["loc"] if part not in ("str", "list[str]"))
+    if first["type"] == "too_long":
+        return invalid(f"{path} has more than {first['ctx']['max_length']} entries; send fewer", path)
     got = "" if first["type"] == "missing" else f", got {as_json(first['input'])}"
     return invalid(f"{path}: {message}{got}", path)

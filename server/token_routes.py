@@ -30,7 +30,11 @@ def add_token_routes(app: FastAPI, state: ServerState) -> None:
     async def tokenize(http: Request) -> Response:
         data = await read_body(state, http)
         request: TokenizeChat | TokenizeText
-        request = parse(TokenizeChat, data) if _is_chat(data) else parse(TokenizeText, data)
+        named = _named(data)
+        if named is not None and ("messages" in named) == ("prompt" in named):
+            said = "prompt and messages exclude each other" if "prompt" in named else "prompt and messages are missing"
+            raise invalid(f"{said}; send one of them", "prompt")
+        request = parse(TokenizeChat, data) if named and "messages" in named else parse(TokenizeText, data)
         if request.model is not None:
             state.require_model(request.model)
         if isinstance(request, TokenizeText):
@@ -57,12 +61,12 @@ def add_token_routes(app: FastAPI, state: ServerState) -> None:
         return JSONResponse({"prompt": await in_thread(work)})
 
 
-def _is_chat(data: bytes) -> bool:
-    """True when the body names messages; whether it is well-formed is told by the parser of the body."""
+def _named(data: bytes) -> set[str] | None:
+    """Return the names in a body, None when it is no object; what is wrong then is told by the parser of the body."""
     try:
-        return "messages" in msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        return set(msgspec.json.decode(data, type=dict[str, msgspec.Raw]))
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return False
+        return None
 
 
 def _chat_text(state: ServerState, request: TokenizeChat) -> str:

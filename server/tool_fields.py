@@ -48,6 +48,10 @@ def checked_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
         for field, kind, called in (("description", str, "text"), ("parameters", dict, "a JSON schema, an object")):
             if function.get(field) is not None and not isinstance(function[field], kind):
                 raise invalid(f"{where}.function.{field} must be {called}", f"{where}.function.{field}")
+        kind = (function.get("parameters") or {}).get("type", "object")
+        if kind != "object":
+            place = f"{where}.function.parameters.type"
+            raise invalid(f"{place}={as_json(kind)} is not allowed; arguments are an object: use object", place)
     return list(tools)
 
 

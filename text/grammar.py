@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
@@ -65,7 +66,9 @@ def grammar_source(kind: str, text: str) -> str:
     try:
         return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
     except (ValueError, RecursionError) as error:
-        raise GrammarError(f"it nests too deep ({_reason(str(error))})") from None
+        reason = _reason(str(error))
+        deep = isinstance(error, RecursionError) or "recursion" in reason
+        raise GrammarError(f"{'it nests too deep' if deep else 'it cannot be read'} ({reason})") from None
 
 
 class GrammarTokens:
@@ -299,4 +302,7 @@ def _reason(message: str) -> str:
     text = " ".join(message.replace("<non-verbose/>", "").split())
     if "NoExtension" in text:
         return "no text fulfils it"
+    refused = re.match(r"Unimplemented keys: \[(.*)\]$", text)
+    if refused:
+        return f"what {shorten(refused[1], 200)} asks for cannot be held; leave it out"
     return shorten(text, 300)

@@ -109,6 +109,7 @@ def test_file_takes_aliases_and_the_model(tmp_path: Path) -> None:
         ("max-model-len: 3\ncontext-length: 4\n", "a second time"),
         ("max-model-len: 3\nmax-model-len: 4\n", "given twice"),
         ("- a\n", "must be a mapping"),
+        ("config: other.yaml\n", "names a further file"),
     ],
 )
 def test_wrong_files_name_key_and_file(tmp_path: Path, text: str, word: str) -> None:

@@ -52,6 +52,13 @@ def test_unannounced_body_beyond_the_limit_is_cut_off() -> None:
     assert metrics[413] == 1
 
 
+def test_a_body_framed_in_two_ways_is_refused_and_what_follows_is_not_read() -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n"
+    hidden = b"0\r\n\r\nGET /version HTTP/1.1\r\nhost: a\r\n\r\n"
+    answer = with_server(make_state(replicas()), lambda client: raw(client, head + hidden))
+    assert answer.startswith(b"HTTP/1.1 400") and b"exclude each other" in answer and answer.count(b"HTTP/1.1") == 1
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_that_hangs_up_is_aborted_within_a_second(stream: bool) -> None:
     fakes = replicas()

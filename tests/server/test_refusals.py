@@ -191,6 +191,37 @@ def test_wrong_content_type_is_named() -> None:
     assert response.status_code == 400 and "content-type" in error_of(response)["message"]
 
 
+@pytest.mark.parametrize(
+    ("header", "value", "word"),
+    [
+        ("content-encoding", "gzip", "content-encoding 'gzip'"),
+        ("content-type", "application/json; charset=UTF-16", "charset 'utf-16'"),
+        ("content-type", 'application/json;charset="latin-1"', "charset 'latin-1'"),
+    ],
+)
+def test_bodies_in_other_codings_are_refused_by_name(header: str, value: str, word: str) -> None:
+    response = post(make_state(fake()), "/v1/completions", b"{}", headers={header: value})
+    assert response.status_code == 400 and word in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    ("header", "value"), [("content-encoding", "identity"), ("content-type", 'application/json; Charset="UTF-8"')]
+)
+def test_codings_that_are_read_are_taken(header: str, value: str) -> None:
+    body = json.dumps({"model": "gull", "prompt": "a", "max_tokens": 1}).encode()
+    assert post(make_state(fake()), "/v1/completions", body, headers={header: value}).status_code == 200
+
+
+def test_a_wrong_method_names_the_right_one_and_a_long_path_is_cut() -> None:
+    async def run(client: httpx.AsyncClient) -> tuple[httpx.Response, httpx.Response]:
+        return await client.get("/v1/completions"), await client.get("/" + "a" * 9000)
+
+    method, path = with_server(make_state(fake()), run)
+    assert (method.status_code, path.status_code) == (405, 404)
+    assert error_of(method)["message"].endswith("; use POST")
+    assert len(error_of(path)["message"]) < 300
+
+
 @pytest.mark.parametrize("model", ["nope", None, "../../etc/passwd", "a\x00b"])
 def test_p_api_14_unknown_model_names_those_served(model: str | None) -> None:
     response = post(

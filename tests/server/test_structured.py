@@ -124,7 +124,8 @@ def test_what_is_malformed_or_twice_is_refused(fields: dict[str, Any], param: st
             "strng",
         ),
         ({"structured_outputs": {"json": {"$ref": "#/nowhere"}}}, "structured_outputs.json", "#/nowhere"),
-        ({"guided_json": {"not": {}}}, "guided_json", "not"),
+        ({"guided_json": {"not": {}}}, "guided_json", 'what "not" asks for cannot be held; leave it out'),
+        ({"guided_json": {"maximum": 10**400}}, "guided_json", "number out of range"),
         ({"guided_grammar": "nonsense"}, "guided_grammar", "Expected"),
     ],
 )

@@ -71,6 +71,14 @@ def test_mistakes_are_named(path: str, body: dict[str, Any], param: str) -> None
     assert response.status_code == 400 and error_of(response)["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("body", "word"), [({}, "missing"), ({"prompt": "a"} | HI, "exclude each other"), ({"model": "moewe"}, "missing")]
+)
+def test_a_text_or_messages_are_wanted_and_not_both(body: dict[str, Any], word: str) -> None:
+    message = error_of(post(make_state(fake()), "/tokenize", body))["message"]
+    assert message.startswith("prompt and messages") and word in message
+
+
 def test_unknown_model_and_no_tokenizer() -> None:
     state = make_state(FakeReplicas(None, lambda prompt: [5]))
     for path, body in (
