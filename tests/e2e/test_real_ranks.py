@@ -23,7 +23,7 @@ def ask(replicas, lengths, max_tokens=16):
     """Submit a prompt of each length; check that all get the reference's tokens."""
     prompts = {f"of-{length}-{time.monotonic()}": random_prompt(length, seed=length) for length in lengths}
     for name, prompt in prompts.items():
-        replicas.submit(name, prompt, SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True))
+        replicas.submit(name, packed(prompt), SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True))
     told, ended = finish(replicas, len(prompts), seconds=240)
     assert set(ended.values()) == {"length"}
     for name, prompt in prompts.items():

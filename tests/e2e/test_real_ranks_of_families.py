@@ -4,6 +4,7 @@ import pytest
 
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
 from moewe.runtime.params import SamplingParams
+from moewe.runtime.prompts import packed
 from moewe.runtime.replicas import ReplicaSet
 from tests.runtime.test_generation import descendants, is_gone
 from tests.support.comparison import compare_choices
@@ -32,7 +33,7 @@ def test_ranks_in_processes_answer_as_the_reference(name):
         pids = descendants(replicas)
         prompts = {f"of-{length}": random_prompt(length, seed=length) for length in LENGTHS}
         for request_id, prompt in prompts.items():
-            replicas.submit(request_id, prompt, SamplingParams(max_tokens=16, temperature=0, ignore_eos=True))
+            replicas.submit(request_id, packed(prompt), SamplingParams(max_tokens=16, temperature=0, ignore_eos=True))
         told, ended = finish(replicas, len(prompts))
     finally:
         replicas.close()

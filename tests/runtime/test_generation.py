@@ -15,6 +15,7 @@ from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, Paral
 from moewe.runtime.metrics.stats import decode_counters
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.processes.supervision import process_state
+from moewe.runtime.prompts import packed
 from moewe.runtime.replicas import ReplicaLost, ReplicaSet
 from moewe.runtime.session import Session
 from tests.support.fixtures import checkpoint, random_prompt, reference_greedy
@@ -78,7 +79,7 @@ def test_tokens_are_those_of_the_reference(topology, ranks):
     pids = descendants(replicas)
     prompts = {f"r{i}": random_prompt(3 + 11 * i, seed=i) for i in range(7)}
     for name, prompt in prompts.items():
-        replicas.submit(name, prompt, SamplingParams(max_tokens=16, temperature=0, ignore_eos=True))
+        replicas.submit(name, packed(prompt), SamplingParams(max_tokens=16, temperature=0, ignore_eos=True))
     told, ended = finish(replicas, len(prompts))
     assert set(ended.values()) == {"length"}
     for name, prompt in prompts.items():
@@ -98,7 +99,7 @@ def test_tokens_are_those_of_the_reference(topology, ranks):
 @pytest.mark.parametrize("ranks", ["threads", pytest.param("processes", marks=pytest.mark.spawn)])
 def test_last_counters_come_though_the_request_was_aborted(ranks):
     replicas = start("EP2DP1", ranks)
-    replicas.submit("a", random_prompt(20), SamplingParams(max_tokens=480, temperature=0, ignore_eos=True))
+    replicas.submit("a", packed(random_prompt(20)), SamplingParams(max_tokens=480, temperature=0, ignore_eos=True))
     while not replicas.poll(0.5):
         continue
     replicas.abort("a")
@@ -140,7 +141,7 @@ def test_lost_rank_ends_everything_within_ten_seconds(number, busy):
     replicas = start("EP2DP1", stall_timeout_s=3.0)
     pids = descendants(replicas)
     if busy:
-        replicas.submit("a", random_prompt(20), SamplingParams(max_tokens=480, temperature=0, ignore_eos=True))
+        replicas.submit("a", packed(random_prompt(20)), SamplingParams(max_tokens=480, temperature=0, ignore_eos=True))
         while not replicas.poll(0.5):
             continue
     began = time.monotonic()
@@ -155,7 +156,7 @@ def test_lost_rank_ends_everything_within_ten_seconds(number, busy):
     assert ("SIGKILL" if number == signal.SIGKILL else "stopped by a signal") in replicas.failure.reason
     assert wait_gone(pids, 10 - (time.monotonic() - began))
     with pytest.raises(ReplicaLost):
-        replicas.submit("b", [1], SamplingParams())
+        replicas.submit("b", packed([1]), SamplingParams())
     replicas.close()
     assert replicas._replicas[0].member.exit_code == 3
 
@@ -171,7 +172,7 @@ def test_killed_engine_takes_its_ranks_along_and_the_other_replica_goes_on():
     assert replicas.failure.reason.startswith("replica 0: the engine is lost: process ")
     assert wait_gone(lost.pids)
     prompt = random_prompt(9)
-    replicas.submit("a", prompt, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
+    replicas.submit("a", packed(prompt), SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
     assert finish(replicas, 1)[0]["a"] == reference_greedy(checkpoint(FIXTURE), prompt, 8)
     replicas.close()
     assert all(is_gone(pid) for pid in other.pids)
