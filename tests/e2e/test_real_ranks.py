@@ -9,6 +9,7 @@ import pytest
 
 from moewe.runtime.metrics.stats import decode_counters
 from moewe.runtime.params import SamplingParams
+from moewe.runtime.prompts import packed
 from tests.runtime.test_generation import FIXTURE, descendants, is_gone, start
 from tests.support.fixtures import checkpoint, random_prompt, reference_greedy
 from tests.support.polling import finish
