@@ -1,8 +1,8 @@
 """Builds the `AttentionBatch` of a step and cache group from the numpy rows of a rank.
 
 Not attention: index arithmetic, once a step for all layers of a group. Native attention is told runs of rows and block
-tables as they are (`build_native_batch`). For torch, decode rows that read a similar number of blocks share a bucket, so
-that one long sequence does not make all others read padding; of sequences with a window or chunks, only whole blocks
+tables as they are (`build_native_batch`). For torch, decode rows that read a similar number of blocks share a bucket,
+so that one long sequence does not make all others read padding; of sequences with windows or chunks, only whole blocks
 from the first visible token on are read.
 Shapes: T rows, N decode rows, n blocks of a table; units: tokens, blocks.
 """

@@ -10,12 +10,15 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from ..attention.build import build_attention_batch
+from ..attention.batch import AttentionBatch
+from ..attention.build import build_attention_batch, build_native_batch
+from ..attention.native import serves
 from ..kvcache import KVStorage
 from ..models.decoder import Decoder, ForwardBatch
 from ..models.families import load_config
@@ -31,7 +34,7 @@ from .kv_layout import kv_layout, step_limits
 from .messages import KVAllocated, Loaded
 from .metrics.stats import encode_counters
 from .plan import FINISH_ERROR, Admission, Chunk, RankPlan, RankResult, SamplingState, StepHeader, pack
-from .ranks.batch import StepRows, WorkerBatch
+from .ranks.batch import GroupRows, StepRows, WorkerBatch
 from .ranks.finish import Committed
 from .ranks.logit_edits import LogitEdits, edited
 from .ranks.memory import blocks_that_fit, read_bandwidth
@@ -253,21 +256,31 @@ class Worker:
         return ForwardBatch(
             input_ids=move(rows.input_ids),
             positions=move(rows.positions),
-            attention=tuple(
-                build_attention_batch(
-                    slot_mapping=own.slot_mapping,
-                    segments=own.segments,
-                    decode_lengths=rows.decode_lengths,
-                    decode_tables=own.decode_tables,
-                    block_size=self.batch.block_size,
-                    device=self.device,
-                    kind=kind,
-                    window=window,
-                )
-                for (kind, window), own in zip(self.batch.groups, rows.groups, strict=True)
-            ),
+            attention=tuple(map(self._attention, repeat(rows), rows.groups, self.batch.groups)),
             sample_rows=move(rows.sample_rows),
             long_rows=move(self.batch.max_length[rows.row_slots] > self._long_from) if self._long_from else None,
+        )
+
+    def _attention(self, rows: StepRows, own: GroupRows, kind_and_window: tuple[str, int]) -> AttentionBatch:
+        kind, window = kind_and_window
+        if serves(self.number_format, self.device):
+            return build_native_batch(
+                slot_mapping=own.slot_mapping,
+                segments=own.segments,
+                decode_lengths=rows.decode_lengths,
+                decode_tables=own.decode_tables,
+                kind=kind,
+                window=window,
+            )
+        return build_attention_batch(
+            slot_mapping=own.slot_mapping,
+            segments=own.segments,
+            decode_lengths=rows.decode_lengths,
+            decode_tables=own.decode_tables,
+            block_size=self.batch.block_size,
+            device=self.device,
+            kind=kind,
+            window=window,
         )
 
     def _judge(self, rows: StepRows, hidden: torch.Tensor, logits: torch.Tensor) -> np.ndarray:

@@ -113,7 +113,7 @@ class Walk {
       std::copy(next_slots_, next_slots_ + kKeys, tile_.slots);
       place_keys(at + kKeys);
       for (int64_t head = task_.head; head < task_.head_end; ++head) {
-        prefetch(head);
+        prefetch(head - task_.head, task_.head_end - task_.head);
         load(head);
         for (int64_t i = 0; i < units_; ++i) add(i + (head - task_.head) * units_);
       }
@@ -172,17 +172,19 @@ class Walk {
     }
   }
 
-  // Asks for what `load` will read of `head` in the next tile.
-  void prefetch(int64_t head) const {
-    const int64_t size = element_bytes(a_.kv_format);
-    const auto* k = static_cast<const char*>(a_.k) + head * a_.head_dim * size;
-    const auto* v = static_cast<const char*>(a_.v) + head * a_.value_dim * size;
-    for (const int64_t slot : next_slots_) {
-      if (slot < 0) continue;
-      for (int64_t i = 0; i < a_.head_dim * size; i += 64) _mm_prefetch(k + slot * a_.k_stride * size + i, _MM_HINT_T1);
-      if (a_.v == a_.k) continue;
-      for (int64_t i = 0; i < a_.value_dim * size; i += 64) _mm_prefetch(v + slot * a_.v_stride * size + i, _MM_HINT_T1);
+  // Asks for a part of the next tile, the more of them the more heads there are: whole rows, as they lie in memory.
+  void prefetch(int64_t part, int64_t parts) const {
+    for (int64_t key = part * kKeys / parts; key < (part + 1) * kKeys / parts; ++key) {
+      if (next_slots_[key] < 0) continue;
+      prefetch(a_.k, next_slots_[key] * a_.k_stride, a_.head_dim);
+      if (a_.v != a_.k) prefetch(a_.v, next_slots_[key] * a_.v_stride, a_.value_dim);
     }
+  }
+
+  void prefetch(const void* cache, int64_t at, int64_t width) const {
+    const int64_t size = element_bytes(a_.kv_format), begin = (at + task_.head * width) * size;
+    const int64_t end = (at + task_.head_end * width) * size;
+    for (int64_t i = begin; i < end; i += 64) _mm_prefetch(static_cast<const char*>(cache) + i, _MM_HINT_T1);
   }
 
   void load(int64_t head) {
