@@ -4,6 +4,8 @@ from .formats import FORMATS, NumberFormat, parse_format
 from .linear import Matrix, dense, embedding_rows, linear, logits, num_bytes
 from .packed import PackedTensor, can_pack, pack
 from .quantization import Quantization
+from .quantize import quantize
+from .schemes import WeightScheme, head_scheme, weight_scheme
 from .tensor import FP8_BLOCK, MXFP4, MXFP4_SCHEME, QuantScheme, QuantTensor
 
 __all__ = [
@@ -17,12 +19,16 @@ __all__ = [
     "QuantScheme",
     "QuantTensor",
     "Quantization",
+    "WeightScheme",
     "can_pack",
     "dense",
     "embedding_rows",
+    "head_scheme",
     "linear",
     "logits",
     "num_bytes",
     "pack",
     "parse_format",
+    "quantize",
+    "weight_scheme",
 ]

@@ -8,16 +8,16 @@ Letters: N rows (outputs), K columns (inputs), S matrices of a stack. Units: byt
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from ..native.library import load
 
-BF16 = "bf16"
-_FORMATS = {BF16: 0}
-_ROWS, _DEPTH = 16, 32  # of a tile of weights: 16 outputs, 32 inputs
+BF16, INT8, INT4 = "bf16", "int8", "int4"
+_FORMATS = {BF16: 0, INT8: 1, INT4: 2}
+_ROWS, _DEPTH = 16, 32  # of a tile of weights in bf16: 16 outputs, 32 inputs
 
 
 class MatrixArgs(ctypes.Structure):
@@ -54,12 +54,17 @@ class PackedTensor:
     """A packed [N, K] or [S, N, K].
 
     Attributes:
-        data: [.., C, ceil(K / 32), 16, 16, 2] bf16 of C column tiles: pair of inputs, output, which of the pair.
+        data: of C column tiles. `bf16`: [.., C, ceil(K / 32), 16, 16, 2] bf16: pair of inputs, output, which of them.
+            `int8`: [.., C, ceil(K / 64), 16, 16, 4] i8: quad of inputs, output, which of them. `int4`:
+            [.., C, chunks, 4, 16, 4] u8 of chunks of 32 inputs: quad, output, which of them; low nibbles are the
+            first 16 inputs, high ones the others.
         shape: of the matrix or stack.
-        format: of the numbers; `bf16` is the only one.
+        format: of the numbers, `bf16`, `int8` or `int4`.
         gate_up: the upper half of the rows are gates, the lower are ups: [2F, K] in C = 2 ceil(F / 16) column tiles,
             one of gates and one of ups in turns. Else C = ceil(N / 16).
-        scales, zeros, group: of quantised formats, as `Matrix` in native/csrc/matrix.h has them.
+        scales: `int8`: [.., C, 16] f32, of each output; `int4`: [.., C, G, 16] bf16, of each group and output.
+        zeros: [.., C, G, 16] u8, what is taken off the nibbles of `int4`; None: 8.
+        group: of `int4`, inputs that share a scale: 32, 64 or 128; G = ceil(K / group).
 
     Example:
         [40, 96]: C = 3, so data is [3, 3, 16, 16, 2]; element [17, 33] stands at data[1, 1, 0, 1, 1].
@@ -99,28 +104,44 @@ class PackedTensor:
     def select(self, slot: int) -> PackedTensor:
         """Return matrix number `slot` of a stack, sharing memory with it."""
         assert len(self.shape) == 3, self.shape
-        return PackedTensor(data=self.data[slot], shape=self.shape[1:], format=self.format, gate_up=self.gate_up)
+        scales, zeros = (None if t is None else t[slot] for t in (self.scales, self.zeros))
+        return replace(self, data=self.data[slot], shape=self.shape[1:], scales=scales, zeros=zeros)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the numbers in rows again: `shape`. For tests and for products that no kernel does."""
         *stack, rows, columns = self.shape
-        tiles = self.data.movedim(-2, -4)  # [.., C, output, ceil(K / 32), pair, 2]
-        bands = tiles.reshape(*stack, -1, _ROWS, tiles.shape[-3] * _DEPTH)
+        tiles = self._numbers().movedim(-2, -4)  # [.., C, output, tiles along K, pair or quad, which of it]
+        bands = tiles.reshape(*stack, -1, _ROWS, tiles.shape[-3:].numel())
         if not self.gate_up:
             return bands.flatten(-3, -2)[..., :rows, :columns].to(dtype)
         gates, ups = (bands[..., half::2, :, :].flatten(-3, -2)[..., : rows // 2, :columns] for half in range(2))
         return torch.cat([gates, ups], dim=-2).to(dtype)
 
+    def _numbers(self) -> torch.Tensor:
+        """Return what stands in the tiles, scaled: [.., C, tiles along K, pairs or quads, 16, which of it]."""
+        if self.scales is None:
+            return self.data
+        if self.format == INT8:
+            return self.data * self.scales[..., None, None, :, None]
+        codes = torch.stack([self.data & 15, self.data >> 4], dim=-4).flatten(-4, -3)  # [.., C, chunks, 8, 16, 4]
+        zeros = 8 if self.zeros is None else self._of_chunks(self.zeros)
+        return (codes.float() - zeros) * self._of_chunks(self.scales)
+
+    def _of_chunks(self, of_groups: torch.Tensor) -> torch.Tensor:
+        """Repeat [.., C, G, 16] for each chunk of 32 inputs: [.., C, chunks, 1, 16, 1] in fp32."""
+        return of_groups.float().repeat_interleave(self.group // _DEPTH, dim=-2)[..., None, :, None]
+
     def gather_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows `ids` [T] i64 of one matrix: [T, K] bf16, exactly what was packed."""
-        assert len(self.shape) == 2 and not self.gate_up and ids.dtype == torch.int64, (self.shape, ids.dtype)
+        assert self.format == BF16 and len(self.shape) == 2 and not self.gate_up, (self.format, self.shape)
+        assert ids.dtype == torch.int64, ids.dtype
         ids = ids.contiguous()
         if ids.numel():  # the kernel reads wherever an id points
             low, high = map(int, torch.aminmax(ids))
             if low < 0 or high >= self.shape[0]:
                 raise IndexError(f"row {low if low < 0 else high} of a matrix with {self.shape[0]} rows")
         rows = torch.empty(len(ids), self.shape[1], dtype=self.data.dtype)
-        _call(
+        call(
             "moewe_gather_rows",
             _GatherArgs(
                 tiles=self.data.data_ptr(), ids=ids.data_ptr(), out=rows.data_ptr(), num_ids=len(ids),
@@ -147,11 +168,11 @@ def pack(matrix: torch.Tensor, *, gate_up: bool = False, in_place: bool = False)
     assert matrix.dtype == torch.bfloat16 and matrix.is_contiguous() and matrix.device.type == "cpu", matrix.dtype
     *stack, rows, columns = matrix.shape
     assert len(stack) <= 1 and not (gate_up and rows % 2), matrix.shape
-    column_tiles = 2 * -(-(rows // 2) // _ROWS) if gate_up else -(-rows // _ROWS)
-    tiled = (*stack, column_tiles, -(-columns // _DEPTH), _DEPTH // 2, _ROWS, 2)
-    fits = column_tiles * _ROWS == rows and columns % _DEPTH == 0
+    num_tiles = column_tiles(rows, gate_up=gate_up)
+    tiled = (*stack, num_tiles, -(-columns // _DEPTH), _DEPTH // 2, _ROWS, 2)
+    fits = num_tiles * _ROWS == rows and columns % _DEPTH == 0
     data = matrix.view(tiled) if in_place and fits else torch.empty(tiled, dtype=matrix.dtype)
-    _call(
+    call(
         "moewe_pack",
         _PackArgs(
             rows=matrix.data_ptr(), tiles=data.data_ptr(), stack=stack[0] if stack else 1, num_rows=rows,
@@ -161,7 +182,13 @@ def pack(matrix: torch.Tensor, *, gate_up: bool = False, in_place: bool = False)
     return PackedTensor(data=data, shape=tuple(matrix.shape), gate_up=gate_up)
 
 
-def _call(name: str, args: ctypes.Structure) -> None:
+def column_tiles(rows: int, *, gate_up: bool) -> int:
+    """Return how many column tiles of 16 outputs a matrix of so many rows has."""
+    return 2 * -(-(rows // 2) // _ROWS) if gate_up else -(-rows // _ROWS)
+
+
+def call(name: str, args: ctypes.Structure) -> None:
+    """Call a function of the native kernels, which must be there."""
     library = load()
     assert library is not None, "no native kernels, so nothing can be packed"
     getattr(library, name)(ctypes.byref(args))

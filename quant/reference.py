@@ -1,6 +1,6 @@
-"""What dequantising must give: one number at a time, from the definitions of the formats.
+"""What quantising and dequantising must give, from the definitions of the formats.
 
-Not fast and not used at run time; it shares no table and no code with `tensor`.
+Not fast and not used at run time; it shares no table and no code with `tensor` and the native kernels.
 Letters: N rows, D columns; matrices only, no stacks.
 """
 
@@ -58,3 +58,30 @@ def _fp8_number(tensor: QuantTensor, row: int, column: int) -> float:
     scale = float(tensor.scales[scale_row + inside // block_rows, column // block_columns])
     product = e4m3(int(tensor.data.view(torch.uint8)[row, column])) * scale  # exact in double, rounded once below
     return float(struct.unpack("f", struct.pack("f", product))[0])
+
+
+def quantized_rows_reference(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows [T, D] as products with int8 and int4 weights see them, in fp64: whole numbers times a scale a row.
+
+    The scale is the largest magnitude over 127, and a number becomes the nearest whole one to it times 127 over the
+    largest magnitude, both in fp32.
+    """
+    return torch.stack([_row_reference(row) for row in rows.float()]) if len(rows) else rows.double()
+
+
+def _row_reference(row: torch.Tensor) -> torch.Tensor:
+    largest = row.abs().max()
+    if not largest > 1e-30:
+        return torch.full_like(row, 0.0 if largest <= 1e-30 else torch.nan, dtype=torch.float64)
+    codes = torch.round(row * (torch.full_like(largest, 127.0) / largest))
+    return codes.double() * (largest / 127).double()
+
+
+def quantize_int8_reference(matrix: torch.Tensor) -> torch.Tensor:
+    """Return what [N, D] becomes in int8, in fp32: for each row, whole numbers up to 127 times one scale."""
+    quantized = [[0.0] * matrix.shape[1] for _ in range(matrix.shape[0])]
+    for i, row in enumerate(matrix.float()):
+        scale = row.abs().max() / 127
+        for j, number in enumerate(row):
+            quantized[i][j] = float(torch.round(number / scale) * scale) + 0.0 if scale > 0 else 0.0  # no -0
+    return torch.tensor(quantized)

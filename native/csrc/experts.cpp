@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "gemm.h"
+#include "formats.h"
 #include "scratch.h"
 
 namespace moewe {
@@ -47,28 +47,51 @@ inline f32x16 bias_of(const bf16* bias, int64_t column, int64_t width) {
   return f32x16::load(bias + column, static_cast<int>(std::min<int64_t>(kColumns, width - column)));
 }
 
-// Writes the activation of gate (first column tile of a pair) and up (second) as rows of the next product.
+// Where the activation goes as rows of the next product: into its tiles, in bf16.
+struct HiddenTiles {
+  const Bf16::Panel& panel;
+  const Segment& segment;
+  int64_t width;  // F
+
+  // Sixteen of them, which begin at `column`.
+  void store(int64_t row, int64_t column, f32x16 values) const {
+    bf16* to = panel.tile(segment.tile + row / kRows) + column / kDepth * kTile + row % kRows * kDepth +
+               column % kDepth;
+    values.store(to);
+    const bool last_half = column % kDepth == 0 && column + kColumns >= width;  // nobody writes the other one
+    if (last_half) f32x16::zero().store(to + kColumns);
+  }
+};
+
+// The same as plain rows, for products whose tiles are made of whole rows.
+struct HiddenRows {
+  bf16* rows;  // a row tile of rows for each of the panel, `stride` apart
+  int64_t stride;
+  const Segment& segment;
+
+  bf16* at(int64_t row) const { return rows + (segment.tile * kRows + row) * stride; }
+  void store(int64_t row, int64_t column, f32x16 values) const { values.store(at(row) + column); }
+};
+
+// Writes the activation of gate (first column tile of a pair) and up (second).
+template <class Hidden>
 struct StoreHidden {
   const ExpertFfn& args;
   const Segment& segment;
-  const Bf16::Panel& hidden;
+  const Hidden hidden;
 
   void operator()(const Results& results) const {
-    const int64_t width = args.w2.columns, block = results.column_tile / 2, column = block * kColumns;
+    const int64_t width = args.w2.columns, column = results.column_tile / 2 * kColumns;
     f32x16 gate_bias, up_bias;
     if (args.b13) {
       const bf16* bias = args.b13 + segment.slot * 2 * width;
       gate_bias = bias_of(bias, column, width);
       up_bias = bias_of(bias + width, column, width);
     }
-    const bool last_half = block % 2 == 0 && column + kColumns >= width;  // nobody writes the other half of the tile
     for (int r = 0; r < results.rows; ++r) {
       f32x16 gate = results.load(r, 0), up = results.load(r, 1);
       if (args.b13) gate = gate + gate_bias, up = up + up_bias;
-      bf16* to = hidden.tile(segment.tile + (results.row + r) / kRows) + block / 2 * kTile + r % kRows * kDepth +
-                 block % 2 * kColumns;
-      activate(gate, up, args).store(to);
-      if (last_half) f32x16::zero().store(to + kColumns);
+      hidden.store(results.row + r, column, activate(gate, up, args));
     }
   }
 };
@@ -120,23 +143,43 @@ void expert_ffn_in(Team& team, const ExpertFfn& args) {
   const Cut cut2 = cut<Format>(most, columns2, ffn_width, used, team.size());
   const auto& segments = segments_of(args, std::min(cut13.rows, cut2.rows));
 
-  const auto panel = Format::panel(args.scratch, row_tiles, width);
-  const auto hidden = Format::panel(static_cast<char*>(args.scratch) + Format::panel_bytes(row_tiles, width), row_tiles,
-                                    ffn_width);
-  team.each(static_cast<int64_t>(segments.size()), [&](int64_t i) {
-    const Segment& segment = segments[i];
-    for (int64_t row = 0; row < segment.rows; row += kRows) {
-      const int rows = static_cast<int>(std::min<int64_t>(kRows, segment.rows - row));
-      Format::prepare(panel, segment.tile + row / kRows, rows, width, [&](int r) {
-        const int64_t sorted = segment.row + row + r;
-        return args.x + (args.row_tokens ? args.row_tokens[sorted] : sorted) * args.x_stride;
-      });
-    }
+  char* memory = static_cast<char*>(args.scratch);
+  const auto panel = Format::panel(memory, row_tiles, args.w13);
+  const auto hidden = Format::panel(memory + panel_bytes(row_tiles, width), row_tiles, args.w2);
+  // Run task(segment, first of up to sixteen rows in it, how many) for all rows.
+  const auto each_row_tile = [&](auto&& task) {
+    team.each(static_cast<int64_t>(segments.size()), [&](int64_t i) {
+      for (int64_t row = 0; row < segments[i].rows; row += kRows)
+        task(segments[i], row, static_cast<int>(std::min<int64_t>(kRows, segments[i].rows - row)));
+    });
+  };
+  each_row_tile([&](const Segment& segment, int64_t row, int rows) {
+    Format::prepare(panel, segment.tile + row / kRows, rows, width, [&](int r) {
+      const int64_t sorted = segment.row + row + r;
+      return args.x + (args.row_tokens ? args.row_tokens[sorted] : sorted) * args.x_stride;
+    });
   });
-  each_block(team, segments, columns13, cut13.columns, [&](const Segment& segment, int64_t first, int64_t last) {
-    multiply_block<Format>(panel, segment.tile, segment.rows, Format::weights(args.w13, segment.slot, columns13), first,
-                           last, StoreHidden{args, segment, hidden});
-  });
+  const auto multiply13 = [&](auto&& hidden_of) {
+    each_block(team, segments, columns13, cut13.columns, [&](const Segment& segment, int64_t first, int64_t last) {
+      using Hidden = decltype(hidden_of(segment));
+      multiply_block<Format>(panel, segment.tile, segment.rows, Format::weights(args.w13, segment.slot, columns13),
+                             first, last, StoreHidden<Hidden>{args, segment, hidden_of(segment)});
+    });
+  };
+  if constexpr (Format::kTakesRowsWhole) {
+    auto* rows_memory = reinterpret_cast<bf16*>(memory + panel_bytes(row_tiles, width) +
+                                                panel_bytes(row_tiles, ffn_width));
+    const auto hidden_of = [&](const Segment& segment) {
+      return HiddenRows{rows_memory, whole(ffn_width, kColumns) * kColumns, segment};
+    };
+    multiply13(hidden_of);
+    each_row_tile([&](const Segment& segment, int64_t row, int rows) {
+      const HiddenRows from = hidden_of(segment);
+      Format::prepare(hidden, segment.tile + row / kRows, rows, ffn_width, [&](int r) { return from.at(row + r); });
+    });
+  } else {
+    multiply13([&](const Segment& segment) { return HiddenTiles{hidden, segment, ffn_width}; });
+  }
   each_block(team, segments, columns2, cut2.columns, [&](const Segment& segment, int64_t first, int64_t last) {
     multiply_block<Format>(hidden, segment.tile, segment.rows, Format::weights(args.w2, segment.slot, columns2), first,
                            last, StoreRows{args, segment});
@@ -162,10 +205,13 @@ inline void combine_block(const Combine& args, int64_t token, int64_t column, in
 
 int64_t expert_ffn_scratch(int64_t rows, int64_t slots, int64_t width, int64_t ffn_width) {
   const int64_t row_tiles = whole(rows, kRows) + std::min(slots, rows);
-  return Bf16::panel_bytes(row_tiles, width) + Bf16::panel_bytes(row_tiles, ffn_width);
+  const int64_t hidden_rows = row_tiles * kRows * whole(ffn_width, kColumns) * kColumns * sizeof(bf16);
+  return panel_bytes(row_tiles, width) + panel_bytes(row_tiles, ffn_width) + hidden_rows;
 }
 
-void expert_ffn(Team& team, const ExpertFfn& args) { expert_ffn_in<Bf16>(team, args); }
+void expert_ffn(Team& team, const ExpertFfn& args) {
+  in_format(args.w13.format, [&](auto format) { expert_ffn_in<decltype(format)>(team, args); });
+}
 
 void combine(Team& team, const Combine& args) {
   // A few tasks a thread; of few tokens each is cut into columns too.

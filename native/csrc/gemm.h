@@ -31,6 +31,9 @@ struct Results {
 
 // Weights and rows in bf16.
 struct Bf16 {
+  // True where a row must be known to its end before any of it can be prepared (its scale, say).
+  static constexpr bool kTakesRowsWhole = false;
+
   // Rows ready to be multiplied: tiles [row tiles][K / 32][16][32]. Rows that a tile lacks hold anything, since no row
   // of a product sees another; columns behind K are zero.
   struct Panel {
@@ -47,7 +50,10 @@ struct Bf16 {
   static int64_t depth(int64_t k) { return whole(k, kDepth); }
   static int64_t panel_bytes(int64_t row_tiles, int64_t k) { return row_tiles * depth(k) * kTile * sizeof(bf16); }
   static int64_t column_tile_bytes(int64_t k) { return depth(k) * kTile * sizeof(bf16); }
-  static Panel panel(void* memory, int64_t /*row_tiles*/, int64_t k) { return {static_cast<bf16*>(memory), depth(k)}; }
+  // Of rows that are multiplied with `matrix`.
+  static Panel panel(void* memory, int64_t /*row_tiles*/, const Matrix& matrix) {
+    return {static_cast<bf16*>(memory), depth(matrix.columns)};
+  }
 
   // Matrix `number` of a stack of matrices with so many column tiles each.
   static Weights weights(const Matrix& matrix, int64_t number, int64_t tiles) {
@@ -74,11 +80,11 @@ struct Bf16 {
     }
   }
 
-  // Column tiles [tile, tile + NT), opened once for all rows that they are multiplied with.
+  // Column tiles [tile, tile + count), opened once for all rows, so many, that they are multiplied with.
   struct Columns {
     const bf16* tiles;
   };
-  static Columns open(const Weights& weights, int64_t tile, int /*count*/) {
+  static Columns open(const Weights& weights, int64_t tile, int /*count*/, int64_t /*rows*/) {
     return {weights.tiles + tile * weights.depth * kTile};
   }
 
@@ -97,7 +103,7 @@ void multiply_block(const typename Format::Panel& panel, int64_t first_tile, int
   alignas(64) float tiles[4 * kResults];
   for (int64_t column = first; column < last; column += 2) {
     const int num_columns = column + 2 <= last ? 2 : 1;
-    const auto columns = Format::open(weights, column, num_columns);
+    const auto columns = Format::open(weights, column, num_columns, rows);
     for (int64_t row = 0; row < rows; row += 2 * kRows) {
       const int here = static_cast<int>(std::min<int64_t>(2 * kRows, rows - row));
       const int row_tiles = here > kRows ? 2 : 1;

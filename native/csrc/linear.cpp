@@ -1,6 +1,6 @@
 #include "linear.h"
 
-#include "gemm.h"
+#include "formats.h"
 #include "scratch.h"
 
 namespace moewe {
@@ -44,7 +44,7 @@ struct Store {
 template <class Format>
 void linear_in(Team& team, const Linear& args) {
   const int64_t k = args.weight.columns, row_tiles = whole(args.rows, kRows);
-  const auto panel = Format::panel(args.scratch, row_tiles, k);
+  const auto panel = Format::panel(args.scratch, row_tiles, args.weight);
   team.each(row_tiles, [&](int64_t tile) {
     const int rows = static_cast<int>(std::min<int64_t>(kRows, args.rows - tile * kRows));
     Format::prepare(panel, tile, rows, k, [&](int r) { return args.x + (tile * kRows + r) * args.x_stride; });
@@ -62,9 +62,11 @@ void linear_in(Team& team, const Linear& args) {
 
 }  // namespace
 
-int64_t linear_scratch(const Linear& args) { return Bf16::panel_bytes(whole(args.rows, kRows), args.weight.columns); }
+int64_t linear_scratch(const Linear& args) { return panel_bytes(whole(args.rows, kRows), args.weight.columns); }
 
-void linear(Team& team, const Linear& args) { linear_in<Bf16>(team, args); }
+void linear(Team& team, const Linear& args) {
+  in_format(args.weight.format, [&](auto format) { linear_in<decltype(format)>(team, args); });
+}
 
 }  // namespace moewe
 

@@ -6,6 +6,7 @@
 // alternate (gate 0, up 0, gate 1, ...), so that one pair of column tiles holds what one block of SiLU(gate) * up needs.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace moewe {
@@ -14,7 +15,7 @@ enum MatrixFormat : int32_t { kFormatBf16 = 0, kFormatInt8 = 1, kFormatInt4 = 2 
 
 struct Matrix {
   const void* data;     // tiles; the matrices of a stack follow each other
-  const float* scales;  // of quantised formats
+  const void* scales;   // of quantised formats, as int8_format.h and int4_format.h have them
   const void* zeros;    // of int4 with zero points
   int64_t rows;         // N, of one matrix
   int64_t columns;      // K
@@ -27,6 +28,18 @@ inline int64_t whole(int64_t n, int64_t of) { return (n + of - 1) / of; }  // ho
 // Column tiles of a matrix with N rows.
 inline int64_t column_tiles(int64_t rows, bool gate_up) {
   return gate_up ? 2 * whole(rows / 2, 16) : whole(rows, 16);
+}
+
+// The rows of a matrix that stand in a column tile: the first of them and how many there are (at most 16).
+struct Band {
+  int64_t row;
+  int count;
+};
+
+inline Band band_of(int64_t rows, bool gate_up, int64_t tile) {
+  if (!gate_up) return {tile * 16, static_cast<int>(std::min<int64_t>(16, rows - tile * 16))};
+  const int64_t half = rows / 2, row = tile / 2 * 16;
+  return {tile % 2 * half + row, static_cast<int>(std::min<int64_t>(16, half - row))};
 }
 
 }  // namespace moewe

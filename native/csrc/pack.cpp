@@ -10,20 +10,6 @@ namespace moewe {
 
 namespace {
 
-// The rows of a matrix that stand in column tile `tile`: the first of them and how many there are (at most 16).
-struct Band {
-  int64_t row;
-  int count;
-};
-
-Band band_of(const Pack& args, int64_t tile) {
-  if (!args.gate_up) {
-    return {tile * kColumns, static_cast<int>(std::min<int64_t>(kColumns, args.num_rows - tile * kColumns))};
-  }
-  const int64_t half = args.num_rows / 2, row = tile / 2 * kColumns;
-  return {tile % 2 * half + row, static_cast<int>(std::min<int64_t>(kColumns, half - row))};
-}
-
 // rows: the band's first row. A pair of K at a time, because that is what stays together.
 void pack_band(const bf16* rows, int count, int64_t num_columns, bf16* tiles) {
   const int64_t depth = whole(num_columns, kDepth);
@@ -58,7 +44,7 @@ void pack_matrix_in_place(const Pack& args, bf16* matrix, int64_t tiles) {
   bf16* copy = static_cast<bf16*>(own_scratch().take(size * sizeof(bf16)));
   std::memcpy(copy, matrix, size * sizeof(bf16));
   for (int64_t tile = 0; tile < tiles; ++tile) {
-    const Band band = band_of(args, tile);
+    const Band band = band_of(args.num_rows, args.gate_up, tile);
     pack_band(copy + band.row * args.num_columns, band.count, args.num_columns,
               matrix + tile * kColumns * args.num_columns);
   }
@@ -76,7 +62,7 @@ void pack(Team& team, const Pack& args) {
     return;
   }
   team.each(args.stack * tiles, [&](int64_t i) {
-    const Band band = band_of(args, i % tiles);
+    const Band band = band_of(args.num_rows, args.gate_up, i % tiles);
     const bf16* from = args.rows + i / tiles * size + band.row * args.num_columns;
     if (in_place) {
       const int64_t bytes = band.count * args.num_columns * sizeof(bf16);

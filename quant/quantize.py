@@ -1,0 +1,59 @@
+"""Quantises a matrix, or a stack of them, to int8 or int4, rounded to nearest, straight into tiles of native kernels.
+
+Not a loader: models/loading.py says when, models/packing.py what. What it must give stands in reference.py.
+Letters: N rows (outputs), K columns (inputs), S matrices of a stack.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from .packed import INT8, MatrixArgs, PackedTensor, call, column_tiles
+from .schemes import MOST_INPUTS, WeightScheme
+
+_SOURCES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+class _QuantizeArgs(ctypes.Structure):
+    """`struct Quantize` of native/csrc/quantize.h."""
+
+    _fields_ = (
+        ("rows", ctypes.c_void_p),
+        ("stack", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("source", "gate_up")),
+        ("matrix", MatrixArgs),
+    )
+
+
+def quantize(matrix: torch.Tensor, scheme: WeightScheme, *, gate_up: bool = False) -> PackedTensor:
+    """Quantise [N, K] or [S, N, K] in bf16, fp16 or fp32 on the CPU, which stays as it is.
+
+    Args:
+        matrix: contiguous. An output (int8) or group (int4) with a number that is not finite becomes NaN.
+        scheme: the format.
+        gate_up: two halves of N / 2 rows, gates first.
+    """
+    assert matrix.is_contiguous() and matrix.device.type == "cpu" and matrix.dtype in _SOURCES, matrix.dtype
+    *stack, rows, columns = matrix.shape
+    assert len(stack) <= 1 and not (gate_up and rows % 2) and columns <= MOST_INPUTS, matrix.shape
+    tiles = column_tiles(rows, gate_up=gate_up)
+    if scheme.kind == INT8:
+        data = torch.empty(*stack, tiles, -(-columns // 64), 16, 16, 4, dtype=torch.int8)
+        scales = torch.empty(*stack, tiles, 16)
+    else:
+        groups = -(-columns // scheme.group)
+        data = torch.empty(*stack, tiles, groups * (scheme.group // 32), 4, 16, 4, dtype=torch.uint8)
+        scales = torch.empty(*stack, tiles, groups, 16, dtype=torch.bfloat16)
+    packed = PackedTensor(
+        data=data, shape=tuple(matrix.shape), format=scheme.kind, gate_up=gate_up, scales=scales, group=scheme.group
+    )
+    call(
+        "moewe_quantize",
+        _QuantizeArgs(
+            rows=matrix.data_ptr(), stack=stack[0] if stack else 1, source=_SOURCES[matrix.dtype], gate_up=gate_up,
+            matrix=packed.args,
+        ),
+    )  # fmt: skip
+    return packed
