@@ -87,8 +87,10 @@ class Load:
             self._ask(stream)
             self._selector.register(stream.sock, selectors.EVENT_READ, stream)
         while self._selector.get_map():
-            for key, _ in self._selector.select():
-                self._read(key.data)
+            # All that is there is read before any of it is looked at: no stream pays for what we do with another.
+            arrived = [(key.data, key.data.sock.recv(1 << 16), time.monotonic()) for key, _ in self._selector.select()]
+            for stream, data, moment in arrived:
+                self._take(stream, data, moment)
         return time.monotonic() - began
 
     def _ask(self, stream: Stream) -> None:
@@ -104,14 +106,12 @@ class Load:
         stream.rounds_left -= 1
         stream.answer, stream.moments, stream.tail = bytearray(), [], b""
 
-    def _read(self, stream: Stream) -> None:
-        data = stream.sock.recv(1 << 16)
-        now = time.monotonic()
+    def _take(self, stream: Stream, data: bytes, moment: float) -> None:
         if not data:
             raise SystemExit(f"the server hung up: {bytes(stream.answer[-300:])!r}")
         stream.answer += data
         whole = stream.tail + data
-        stream.moments += [now] * whole.count(_EVENT)
+        stream.moments += [moment] * whole.count(_EVENT)
         stream.tail = whole[-(len(_EVENT) - 1) :]
         if stream.answer.endswith(b"0\r\n\r\n") and _END in stream.answer[-40:]:
             self._finish(stream)
