@@ -32,6 +32,12 @@ _ROUTES = (
 )
 _OBJECTS = (
     ("A message", "ChatMessage"),
+    ("`Tool`", "Tool"),
+    ("`NamedTool`", "NamedTool"),
+    ("`ToolCall`", "ToolCall"),
+    ("`ResponseFormat`", "ResponseFormat"),
+    ("`JsonSchemaFormat`", "JsonSchemaFormat"),
+    ("`StructuredOutputs`", "StructuredOutputs"),
     ("`stream_options`", "StreamOptions"),
     ("`/tokenize` with a text", "TokenizeText"),
     ("`/tokenize` with messages", "TokenizeChat"),

@@ -23,6 +23,7 @@ from .chat_prompt import render, template_of, template_options
 from .errors import ApiError, invalid
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
 from .state import ServerState
+from .strict import whole_numbers
 from .structured import check_structure, with_thinking
 from .tool_plan import ToolPlan, tool_plan
 
@@ -199,11 +200,12 @@ def _checked_ids(part: Any, state: ServerState, where: str) -> list[int]:
         raise invalid(f"{where} must be text or token ids, got {type(part).__name__}", "prompt")
     if len(part) > state.max_model_len:
         return part  # refused for its length; looking at millions of ids would be for nothing
+    ids = whole_numbers(part)
     try:
-        check_token_ids(part, state.model_config.vocab_size, name=where)
+        check_token_ids(ids, state.model_config.vocab_size, name=where)
     except ValueError as error:
         raise invalid(str(error), "prompt") from None
-    return part
+    return ids
 
 
 def encode_text(state: ServerState, text: str, add_special_tokens: bool, param: str) -> list[int]:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
+from .chat_prompt import EFFORT, reads
 from .field_table import CHAT_ONLY, COMPLETIONS_ONLY, IGNORED, UNSUPPORTED
 from .intake import MOST_PROMPTS
 from .openapi_answers import ANSWERS, STATUSES, Schema, ref
+from .openapi_rules import add_rules
 from .options import VERSION
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
 from .token_bodies import Detokenize, TokenizeChat, TokenizeText
@@ -20,6 +22,7 @@ from .token_bodies import Detokenize, TokenizeChat, TokenizeText
 if TYPE_CHECKING:
     from .state import ServerState
 
+GENERATING_BODIES = ("CompletionRequest", "ChatRequest")
 GENERATING = {"400", "401", "404", "408", "413", "429", "500", "503"}
 _BODIES: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest, TokenizeText, TokenizeChat, Detokenize)
 
@@ -67,7 +70,10 @@ def _body_schemas(state: ServerState | None) -> dict[str, Schema]:
         for one in (schema, *schema["properties"].values()):
             one.pop("title", None)
             one.pop("default", None)
-    _bounded(found, state)
+    _bounded(found)
+    add_rules(found)
+    if state is not None:
+        _bounded_here(found, state)
     return found
 
 
@@ -80,14 +86,9 @@ def _without_effect(chat: bool) -> dict[str, Schema]:
     return taken | refused
 
 
-def _bounded(schemas: dict[str, Schema], state: ServerState | None) -> None:
-    """Write in what only the model or the server's options tell, and what types of Python cannot say."""
+def _bounded(schemas: dict[str, Schema]) -> None:
+    """Write in what types of Python cannot say."""
     token: Schema = {"type": "integer", "minimum": 0}
-    if state is not None:
-        token["maximum"] = state.model_config.vocab_size - 1
-        for schema in schemas.values():
-            if "model" in schema["properties"]:
-                schema["properties"]["model"]["enum"] = [*state.names]
     ids: Schema = {"type": "array", "items": token, "minItems": 1}
     text: Schema = {"type": "string"}
     several: Schema = {"type": "array", "items": {"anyOf": [text, ids]}, "minItems": 1, "maxItems": MOST_PROMPTS}
@@ -97,19 +98,41 @@ def _bounded(schemas: dict[str, Schema], state: ServerState | None) -> None:
     schemas["CompletionRequest"]["required"] = ["model", "prompt"]
     schemas["ChatRequest"]["properties"]["max_tokens"]["minimum"] = 1
     schemas["Detokenize"]["properties"]["tokens"]["items"] = token
-    for name in ("CompletionRequest", "ChatRequest"):
+    for name in GENERATING_BODIES:
         properties = schemas[name]["properties"]
         properties["stop_token_ids"]["items"] = token
         properties["logit_bias"] |= {
             "propertyNames": {"pattern": "^[0-9]{1,11}$"},
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         }
-        if state is not None:
-            properties["n"]["maximum"] = min(state.options.max_n, state.hub.most_live)
+
+
+def _bounded_here(schemas: dict[str, Schema], state: ServerState) -> None:
+    """Write in what only the model or the server's options tell."""
+    most_tokens, vocabulary = state.max_model_len, state.model_config.vocab_size
+    for schema in schemas.values():
+        if "model" in schema["properties"]:
+            schema["properties"]["model"]["enum"] = [*state.names]
+    ids = schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"][1]
+    stops = [schemas[name]["properties"]["stop_token_ids"] for name in GENERATING_BODIES]
+    for tokens in (ids, schemas["Detokenize"]["properties"]["tokens"], *stops):
+        tokens["items"]["maximum"] = vocabulary - 1
+    ids["maxItems"] = most_tokens
+    for name in GENERATING_BODIES:
+        properties = schemas[name]["properties"]
+        properties["logit_bias"]["propertyNames"] = {"pattern": f"^[0-9]{{1,{len(str(vocabulary - 1))}}}$"}
+        properties["n"]["maximum"] = min(state.options.max_n, state.hub.most_live)
+        for field in ("max_tokens", "max_completion_tokens", "min_tokens"):
+            if field in properties:
+                properties[field]["maximum"] = most_tokens - 1
+        if state.config.schedule.policy != "priority":
+            properties["priority"] |= {"minimum": 0, "maximum": 0}
+    if state.template is None or not reads(state.template, EFFORT):
+        schemas["ChatRequest"]["properties"][EFFORT]["enum"] = [None]
 
 
 def _paths() -> dict[str, dict[str, Schema]]:
-    stream: Schema = {"text/event-stream": {"schema": {"type": "string"}}}
+    stream: Schema = {"text/event-stream": {"schema": ref("Event")}}
     name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     form = {"name": "format", "in": "query", "schema": {"enum": ["json", "text"]}}
     plain: Schema = {"text/plain": {"schema": {"type": "string"}}}

@@ -63,6 +63,10 @@ ANSWERS: dict[str, Schema] = {
         {"role": {"const": "assistant"}, "content": _NULLABLE_TEXT, "refusal": {"type": "null"}},
         {"reasoning_content": _TEXT, "reasoning": _TEXT, "tool_calls": _many({"type": "object"})},
     ),
+    "Event": {
+        **_object({"data": _TEXT}),
+        "description": "One event of a stream; `data` is a chunk as JSON, or an error, and `[DONE]` in the last",
+    },
     "Model": _object(_MODEL, {"root": _TEXT, "max_model_len": _INTEGER}),
     "ModelList": _object({"object": {"const": "list"}, "data": _many(ref("Model"))}),
     "Tokens": _object({

@@ -25,7 +25,7 @@ from ..runtime.params import (
 from .chat_messages import ChatMessage
 from .errors import ApiError, invalid
 from .field_table import as_json, check_extra, check_inner
-from .strict import Body, Strict, described
+from .strict import Body, Integer, Strict, described
 from .structured_fields import FIELDS as STRUCTURED_FIELDS
 from .structured_fields import AskedStructure, asked_structure
 from .tool_fields import ToolChoice, checked_choice, checked_tools
@@ -55,15 +55,16 @@ class GenerationRequest(Body):
     """What both routes share."""
 
     model: str | None = described("one of the served names; missing or another is a 404")
-    max_tokens: int | None = described(
+    max_tokens: Integer | None = described(
         "most tokens to generate; prompt and output must fit the context. Without it completions get 16, chats the "
         "model's `max_new_tokens` or all there is", minimum=0,
     )  # fmt: skip
-    min_tokens: int | None = described("so many tokens before an end token or a stop counts; default 0", minimum=0)
+    min_tokens: Integer | None = described("so many tokens before an end token or a stop counts; default 0", minimum=0)
     temperature: float | None = described("0 is greedy; default the model's, else 1", minimum=0, maximum=100)
     top_p: float | None = described("keep the likeliest tokens that reach this; default the model's, else 1",
                                     exclusiveMinimum=0, maximum=1)  # fmt: skip
-    top_k: int | None = described("keep so many; 0 or -1 all; default the model's, else 0", minimum=-1)
+    top_k: Integer | None = described("keep so many; 0 or -1 all; default the model's, else 0", minimum=-1,
+                                  maximum=2**31 - 1)  # fmt: skip
     min_p: float | None = described("keep tokens at least this likely compared with the likeliest; default 0",
                                     minimum=0, maximum=1)  # fmt: skip
     presence_penalty: float | None = described("off the logits of tokens in the output, once; default 0",
@@ -79,15 +80,17 @@ class GenerationRequest(Body):
         most=MAX_LOGIT_BIAS,
         maxProperties=MAX_LOGIT_BIAS,
     )
-    seed: int | None = described(
+    seed: Integer | None = described(
         "fixes the random choices, whatever else runs; choice 0 of n has it, the others have seeds derived from it",
         minimum=-(2**63), maximum=2**64 - 1,
     )  # fmt: skip
-    n: int | None = described("choices for each prompt; `--max-n` sets the limit; default 1", minimum=1,
+    n: Integer | None = described("choices for each prompt; `--max-n` sets the limit; default 1", minimum=1,
                               maximum=MAX_CHOICES)  # fmt: skip
-    stop: str | list[str] | None = described("strings at whose first appearance the text ends, before them",
-                                             minLength=1, maxItems=MAX_STOP_STRINGS)  # fmt: skip
-    stop_token_ids: list[int] | None = described(
+    stop: str | list[str] | None = described(
+        "strings at whose first appearance the text ends, before them", minLength=1, maxItems=MAX_STOP_STRINGS,
+        items={"minLength": 1},
+    )  # fmt: skip
+    stop_token_ids: list[Integer] | None = described(
         "tokens that end the text as end tokens do", most=MAX_STOP_TOKENS, maxItems=MAX_STOP_TOKENS
     )
     bad_words: list[str] | None = described(
@@ -96,12 +99,12 @@ class GenerationRequest(Body):
     ignore_eos: bool | None = described("go on past end tokens; default false")
     include_stop_str_in_output: bool | None = described("the text ends with what stopped it; default false")
     skip_special_tokens: bool | None = described("leave special tokens out of the text; default true")
-    prompt_logprobs: int | None = described(
+    prompt_logprobs: Integer | None = described(
         "alternatives to report for each token of the prompt; not with `stream`", minimum=0, maximum=MAX_LOGPROBS
     )
     stream: bool | None = described("answer as server-sent events; default false")
     stream_options: StreamOptions | None = described("only with `stream`")
-    priority: int | None = described("lower runs first; any but 0 only with `--schedule-policy priority`",
+    priority: Integer | None = described("lower runs first; any but 0 only with `--schedule-policy priority`",
                                      minimum=-(2**31), maximum=2**31 - 1)  # fmt: skip
     add_special_tokens: bool | None = described(
         "let the tokenizer add its BOS; default true for completions and false for chats, whose template writes it"
@@ -207,10 +210,10 @@ class CompletionRequest(GenerationRequest):
     """Body of /v1/completions. `prompt` is checked in server/intake.py, where the vocabulary is known."""
 
     prompt: Any = described("text, token ids, or a list of either: `n` choices each", types=["string", "array"])
-    logprobs: int | None = described("alternatives to report for each token; 0 gives the chosen ones alone",
+    logprobs: Integer | None = described("alternatives to report for each token; 0 gives the chosen ones alone",
                                      minimum=0, maximum=MAX_LOGPROBS)  # fmt: skip
     echo: bool | None = described("the text begins with the prompt, `logprobs` too; allows `max_tokens` 0")
-    best_of: int | None = described("only the value of `n`: nothing is generated to be thrown away", minimum=1)
+    best_of: Integer | None = described("only the value of `n`: nothing is generated to be thrown away", minimum=1)
 
     def check(self) -> None:
         """Refuse what cannot be honoured."""
@@ -258,9 +261,9 @@ class OpenTurn(Strict):
 class ChatRequest(OpenTurn, GenerationRequest):
     """Body of /v1/chat/completions."""
 
-    max_completion_tokens: int | None = described("the newer name of `max_tokens`; both only when equal", minimum=1)
+    max_completion_tokens: Integer | None = described("the newer name of `max_tokens`; both only when equal", minimum=1)
     logprobs: bool | None = described("report log-probabilities of the tokens; default false")
-    top_logprobs: int | None = described("alternatives to report for each token; needs `logprobs`",
+    top_logprobs: Integer | None = described("alternatives to report for each token; needs `logprobs`",
                                          minimum=0, maximum=MAX_LOGPROBS)  # fmt: skip
     reasoning_effort: str | None = described(
         "for templates that read a variable of this name, which get it; a 400 with others",

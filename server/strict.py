@@ -1,4 +1,4 @@
-"""What all bodies have in common: strict types, a description of each field, and mistakes told in one line.
+"""What all bodies have in common: types taken literally, a description of each field, mistakes told in one line.
 
 Not the fields (server/protocol.py, server/token_bodies.py). What is said of a field here is what the OpenAPI document
 and docs/api.md say of it. Units: JSON bytes in.
@@ -6,12 +6,27 @@ and docs/api.md say of it. Units: JSON bytes in.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from .errors import ApiError, invalid
 from .field_table import as_json
+
+_EXACT = 2.0**53  # up to here a float is the number that was written
+
+
+def whole(value: Any) -> Any:
+    """Return 16.0 as the integer that it is to JSON schema and to clients that have only one kind of number."""
+    return int(value) if type(value) is float and value.is_integer() and abs(value) <= _EXACT else value
+
+
+def whole_numbers(values: list[Any]) -> list[Any]:
+    """Return a list with `whole` of each entry; the list itself where there is nothing to do."""
+    return [whole(value) for value in values] if float in set(map(type, values)) else values
+
+
+Integer: TypeAlias = Annotated[int, BeforeValidator(whole)]
 
 
 class Strict(BaseModel):

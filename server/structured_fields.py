@@ -17,9 +17,9 @@ from .errors import invalid
 from .field_table import check_inner
 
 FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-_FORMATS = ("text", "json_object", "json_schema")
+FORMATS = ("text", "json_object", "json_schema")
 # Options of other servers' engines. The values listed ask for nothing.
-_OPTIONS = {
+OPTIONS = {
     "disable_fallback": (None, False),
     "disable_any_whitespace": (None, False),
     "disable_additional_properties": (None, False),
@@ -69,10 +69,8 @@ def _asked(name: str, value: Any) -> Iterator[AskedStructure]:
 
 
 def _of_format(value: Any) -> Iterator[AskedStructure]:
-    if not isinstance(value, dict) or value.get("type") not in _FORMATS:
-        raise invalid(
-            f"response_format must be an object whose type is one of {', '.join(_FORMATS)}", "response_format"
-        )
+    if not isinstance(value, dict) or value.get("type") not in FORMATS:
+        raise invalid(f"response_format must be an object whose type is one of {', '.join(FORMATS)}", "response_format")
     kind = value["type"]
     check_inner(value, ("type", "json_schema") if kind == "json_schema" else ("type",), "response_format.")
     if kind == "json_object":
@@ -98,8 +96,8 @@ def _of_options(value: Any) -> Iterator[AskedStructure]:
     path = "structured_outputs"
     if not isinstance(value, dict):
         raise invalid(f"{path} must be an object with one of {', '.join(GRAMMAR_KINDS)}", path)
-    check_inner(value, (*GRAMMAR_KINDS, *_OPTIONS), f"{path}.")
-    for name, fine in _OPTIONS.items():
+    check_inner(value, (*GRAMMAR_KINDS, *OPTIONS), f"{path}.")
+    for name, fine in OPTIONS.items():
         if value.get(name) not in fine:
             raise invalid(f"{path}.{name} is not supported; leave it out", f"{path}.{name}")
     given = [name for name in GRAMMAR_KINDS if value.get(name) is not None and value[name] is not False]

@@ -18,7 +18,7 @@ from .chat_prompt import render, template_of, template_options
 from .errors import invalid
 from .intake import in_thread
 from .state import ServerState
-from .strict import parse
+from .strict import parse, whole_numbers
 from .token_bodies import Detokenize, TokenizeChat, TokenizeText
 from .tool_fields import checked_tools
 
@@ -52,11 +52,12 @@ def add_token_routes(app: FastAPI, state: ServerState) -> None:
         tokenizer = _tokenizer(state)
 
         def work() -> str:
+            tokens = whole_numbers(request.tokens)
             try:
-                check_token_ids(request.tokens, state.model_config.vocab_size, name="tokens")
+                check_token_ids(tokens, state.model_config.vocab_size, name="tokens")
             except ValueError as error:
                 raise invalid(str(error), "tokens") from None
-            return tokenizer.decode(request.tokens, skip_special_tokens=False)
+            return tokenizer.decode(tokens, skip_special_tokens=False)
 
         return JSONResponse({"prompt": await in_thread(work)})
 

@@ -16,7 +16,7 @@ from ..text.call_arguments import call_arguments
 from .errors import invalid
 from .field_table import as_json
 
-_NAME = re.compile(r"[\w.\-:/]{1,64}")
+NAME = re.compile(r"[\w.\-:/]{1,64}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ def checked_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
             raise invalid(f"{where} is no tool; this server reads objects of type 'function' with a 'function'", where)
         function = tool["function"]
         name = function.get("name")
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+        if not isinstance(name, str) or not NAME.fullmatch(name):
             fix = "use 1 to 64 letters, digits or any of _ - . : /"
             raise invalid(f"{where}.function.name={as_json(name)} is not allowed; {fix}", f"{where}.function.name")
         for field, kind, called in (("description", str, "text"), ("parameters", dict, "a JSON schema, an object")):
