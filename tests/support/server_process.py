@@ -63,9 +63,9 @@ class ServerProcess:
         if wait:
             self.wait_ready()
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, within: float = START_TIMEOUT_S) -> None:
         """Wait until requests are taken."""
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + within
         while self.status("/ready") != 200:
             assert self.process.poll() is None, self.log()
             assert time.monotonic() < deadline, self.log()

@@ -75,6 +75,7 @@ class SoakClient:
         seen: ended choices by reason, `left` choices that were given up, error answers as `error STATUS`.
         tokens: `prompt` and `completion` of answers that were read to the end, `left` the most that others can be.
         problems: whatever was not as it must be.
+        longest: the good request that took most time, and what it was.
     """
 
     number: int
@@ -82,6 +83,7 @@ class SoakClient:
     seen: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
+    longest: tuple[float, str] = (0.0, "")
 
     def __post_init__(self) -> None:
         self.dice = random.Random(self.number)
@@ -197,11 +199,20 @@ class SoakClient:
                 return
 
     async def _good(self, asked: Asked) -> None:
+        began = asyncio.get_running_loop().time()
+        try:
+            await self._answered(asked)
+        finally:
+            took = asyncio.get_running_loop().time() - began
+            what = f"{asked.path} {asked.form}, {asked.num_choices} of at most {asked.body['max_tokens']} tokens"
+            self.longest = max(self.longest, (took, what))
+
+    async def _answered(self, asked: Asked) -> None:
         if asked.body.get("stream"):
             texts, reasons, usage = await self._read(asked)
         else:
             answer = await self.client.post(asked.path, json=asked.body)
-            assert answer.status_code == 200, (asked.body, answer.text)
+            assert answer.status_code == 200, (answer.status_code, answer.text, asked.body)
             choices = answer.json()["choices"]
             texts, usage = [_text_of(choice) for choice in choices], answer.json()["usage"]
             reasons = [choice["finish_reason"] for choice in choices]
@@ -216,7 +227,7 @@ class SoakClient:
 
     async def _stream(self, asked: Asked) -> AsyncIterator[str]:
         async with self.client.stream("POST", asked.path, json=asked.body) as response:
-            assert response.status_code == 200, (asked.body, await response.aread())
+            assert response.status_code == 200, (response.status_code, await response.aread(), asked.body)
             async for line in response.aiter_lines():
                 if line:
                     assert line.startswith("data: "), line
@@ -239,6 +250,43 @@ class SoakClient:
                 reasons[index] = choice["finish_reason"] or ""
         assert last == "[DONE]" and all(reasons) and usage, (asked.body, last)
         return texts, reasons, usage
+
+
+class SteadyClient(SoakClient):
+    """One who asks for the same all the time, and must get the same tokens whatever else runs."""
+
+    async def warm_up(self) -> None:
+        """Ask while nobody else does, which says what is right."""
+        self.right = await self._tokens()
+        assert len(self.right) > 8, self.right
+
+    async def run(self, until: float) -> None:
+        """Ask until the clock of the event loop says `until`, and once when all else should be over."""
+        while (now := asyncio.get_running_loop().time()) < until:
+            await self._again()
+            await asyncio.sleep(max(0.0, min(2.0, until - now)))
+        await self._again()
+
+    async def _again(self) -> None:
+        self.seen["again"] += 1
+        try:
+            tokens = await self._tokens()
+        except Exception as error:
+            self.problems.append(f"{type(error).__name__}: {error}"[:500])
+        else:
+            if tokens != self.right:
+                self.problems.append(f"seeded tokens {tokens} were {self.right}")
+
+    async def _tokens(self) -> list[int]:
+        body = {"model": NAME, "prompt": "The gull", "seed": 7, "temperature": 1.0, "max_tokens": 16}
+        answer = await self.client.post(COMPLETIONS, json={**body, "ignore_eos": True, "return_token_ids": True})
+        assert answer.status_code == 200, answer.text
+        [choice], usage = answer.json()["choices"], answer.json()["usage"]
+        self.seen[choice["finish_reason"]] += 1
+        self.tokens["prompt"] += usage["prompt_tokens"]
+        self.tokens["completion"] += usage["completion_tokens"]
+        found: list[int] = choice["token_ids"]
+        return found
 
 
 def _text_of(choice: dict[str, Any]) -> str:
