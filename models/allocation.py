@@ -15,6 +15,7 @@ import torch
 
 from ..moe.gated import ExpertWeights
 from ..moe.wide_ep.placement import ExpertPlacement
+from ..native.huge_pages import advise_huge_pages
 from ..quant import Matrix, QuantTensor
 from .config import LatentConfig, ModelConfig, MoEConfig
 from .parameters import (
@@ -107,7 +108,10 @@ class _Allocator:
         return self.single(name) if name in self.parameters else None
 
     def empty(self, shape: tuple[int, ...], parameter: Parameter) -> torch.Tensor:
-        return torch.empty(shape, dtype=parameter.dtype or self.dtype, device=self.device)
+        tensor = torch.empty(shape, dtype=parameter.dtype or self.dtype, device=self.device)
+        if self.device.type == "cpu":
+            advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
+        return tensor
 
 
 @dataclass(kw_only=True)

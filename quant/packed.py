@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 
+from ..native.huge_pages import advise_huge_pages
 from ..native.library import load
 
 BF16, INT8, INT4 = "bf16", "int8", "int4"
@@ -172,6 +173,8 @@ def pack(matrix: torch.Tensor, *, gate_up: bool = False, in_place: bool = False)
     tiled = (*stack, num_tiles, -(-columns // _DEPTH), _DEPTH // 2, _ROWS, 2)
     fits = num_tiles * _ROWS == rows and columns % _DEPTH == 0
     data = matrix.view(tiled) if in_place and fits else torch.empty(tiled, dtype=matrix.dtype)
+    if data.data_ptr() != matrix.data_ptr():
+        advise_huge_pages(data.data_ptr(), data.nbytes)
     call(
         "moewe_pack",
         _PackArgs(
