@@ -50,7 +50,7 @@ struct Work {
   Queries* queries;                  // [units]
   char* packed;                      // [units][query_bytes]
   float* sums;                       // [units][16][value_width]
-  float* scores;                     // [kKeys][16]
+  float* scores;                     // [2][kKeys][16], of two units
   bf16* weights;                     // [2][16][32]
   bf16* values;                      // packed V of a tile
   bf16* keys;                        // [kKeys][padded Dh] where K cannot be read in place
@@ -62,7 +62,7 @@ struct Work {
     query_bytes = key_width * kQueries * 4;
     const int64_t tile_values = value_width * kKeys * 2, tile_keys = key_width * kKeys * 2;
     const int64_t bytes[] = {round_up(units * int64_t{sizeof(Queries)}, 64), units * query_bytes,
-                             units * kQueries * value_width * 4, kKeys * kQueries * 4, 2 * kTile * 2, tile_values,
+                             units * kQueries * value_width * 4, 2 * kKeys * kQueries * 4, 2 * kTile * 2, tile_values,
                              tile_keys, a.kv_format == kKvBf16 ? 0 : tile_keys, tile_values};
     int64_t all = 0;
     for (const int64_t part : bytes) all += part;
@@ -115,7 +115,14 @@ class Walk {
       for (int64_t head = task_.head; head < task_.head_end; ++head) {
         prefetch(head - task_.head, task_.head_end - task_.head);
         load(head);
-        for (int64_t i = 0; i < units_; ++i) add(i + (head - task_.head) * units_);
+        // The scores of a unit are asked for before the softmax of the one before it: tile products run beside vectors.
+        const int64_t first = (head - task_.head) * units_;
+        Part part = score_unit(first);
+        for (int64_t i = 1; i <= units_; ++i) {
+          const Part next = i < units_ ? score_unit(first + i) : Part{};
+          add(part);
+          part = next;
+        }
       }
     }
     for (int64_t i = 0; i < num_units(); ++i) finish(i);
@@ -237,12 +244,20 @@ class Walk {
   }
 #endif
 
-  // Adds the tile to a unit: only halves that some lane sees, which changes nothing for the others.
-  void add(int64_t unit) {
+  // Scores of keys [begin, end) of the tile at hand, and the unit whose they are.
+  struct Part {
+    int64_t unit;
+    int begin, end;
+    bool masked;
+    float* scores;
+  };
+
+  // Only halves that some lane sees are looked at, which changes nothing for the other lanes.
+  Part score_unit(int64_t unit) {
     Queries& queries = work_.queries[unit];
     const int64_t from = std::max<int64_t>(0, queries.first_min - tile_.start);
     const int64_t to = std::min<int64_t>(kKeys, queries.last_max + 1 - tile_.start);
-    if (from >= to) return;
+    if (from >= to) return {};
     const int begin = static_cast<int>(from / kHalf * kHalf), end = static_cast<int>(round_up(to, kHalf));
     const bool masked = tile_.start + begin < queries.first_max || tile_.start + end - 1 > queries.last_min;
     if (masked)
@@ -250,7 +265,7 @@ class Walk {
         queries.low[i] = static_cast<float>(queries.first[i] - tile_.start);
         queries.high[i] = static_cast<float>(queries.last[i] - tile_.start);
       }
-    float* scores = work_.scores;
+    float* scores = work_.scores + unit % 2 * kKeys * kQueries;
     const char* packed = work_.packed + unit * work_.query_bytes;
 #if MOEWE_AMX
     const int64_t depth = round_up(a_.head_dim, kDepth) / kDepth;
@@ -260,7 +275,16 @@ class Walk {
 #else
     score(tile_.keys, begin, end, reinterpret_cast<const float*>(packed), queries.lanes, a_.head_dim, scores);
 #endif
-    const f32x16 correction = softmax_step(softmax_, queries, masked, begin, end, scores);
+    return {unit, begin, end, masked, scores};
+  }
+
+  void add(const Part& part) {
+    if (part.begin >= part.end) return;
+    const int64_t unit = part.unit;
+    const int begin = part.begin, end = part.end;
+    Queries& queries = work_.queries[unit];
+    float* scores = part.scores;
+    const f32x16 correction = softmax_step(softmax_, queries, part.masked, begin, end, scores);
     rescale(correction, sums(unit), work_.value_width, queries.lanes);
 #if MOEWE_AMX
     const bf16* values = work_.values + begin / kHalf * kHalf * work_.value_width;

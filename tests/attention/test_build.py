@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moewe.attention.batch import AttentionBatch
-from moewe.attention.build import WINDOW_PIECE_ROWS, build_attention_batch
+from moewe.attention.build import WINDOW_PIECE_ROWS, build_attention_batch, build_native_batch
 from tests.support.attention_steps import Rows, Shape, make_step
 
 NONE = -torch.inf
@@ -143,3 +143,20 @@ def test_long_segments_behind_windows_are_cut_at_absolute_positions() -> None:
             assert [segment.row_start for segment in batch.prefills] == [0, piece - 5, 2 * piece - 5]
             assert sum(segment.num_rows for segment in batch.prefills) == 1500
             assert batch.kv_tokens_read == 1505
+
+
+def test_native_attention_is_told_runs_and_whole_tables() -> None:
+    batch = build_native_batch(
+        slot_mapping=np.arange(5),
+        segments=[Rows(2, 3, 6, np.array([7, 5, 9]))],
+        decode_lengths=np.array([6, 3]),
+        decode_tables=np.array([[1, 2], [3, STALE]]),
+        kind="window",
+        window=4,
+    )
+    assert (batch.prefills, batch.decodes) == ((), ())
+    assert batch.native is not None
+    assert batch.native.runs.tolist() == [[0, 1, 5, 0], [1, 1, 2, 2], [2, 3, 6, 4]]
+    assert batch.native.tables.tolist() == [1, 2, 3, STALE, 7, 5, 9]
+    assert batch.slot_mapping.tolist() == [0, 1, 2, 3, 4]
+    assert batch.kv_tokens_read == 4 + 3 + 6  # tokens 2..5; 0..2; 3..8
