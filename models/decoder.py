@@ -23,6 +23,7 @@ from ..telemetry import RankCounters, RankProgress
 from .config import ModelConfig
 from .latent import LatentAttentionBlock
 from .layers import AttentionBlock, Norm, RowPositions, query_temperature
+from .native_layers import NativeLayers, can_fuse
 from .rotary import Rotary
 from .weights import DenseFFN, LayerWeights, ModelWeights, held_bytes
 
@@ -114,6 +115,7 @@ class Decoder:
                     moe=moe,
                 )
             )
+        self._native: NativeLayers | None = None
         self._moe_layers = [layer.moe for layer in self._layers if layer.moe is not None]
         self._attention_bytes = sum(map(_attention_bytes, weights.layers))
         self._dense_bytes = sum(map(_dense_bytes, weights.layers))
@@ -134,11 +136,63 @@ class Decoder:
         x = embedding_rows(batch.input_ids, self._weights.embedding)  # [T, D]
         if config.embedding_multiplier != 1.0:
             x = x * config.embedding_multiplier
-        has_rows = x.shape[0] > 0
-        if has_rows:
-            positions = self._positions(batch)
+        positions = self._positions(batch) if x.shape[0] else None
+        native = self._native_layers(storage)
+        if native is None:
+            x = self._final_norm(self._by_parts(x, positions, batch, storage))
+        elif native.whole:
+            x = native.run(x, positions, batch.attention)
+        else:
+            x = self._final_norm(self._by_halves(native, x, positions, batch))
+        self._count(batch, storage, x)
+        return x
+
+    def _native_layers(self, storage: KVStorage) -> NativeLayers | None:
+        """Return the layers as native calls over `storage`; None where torch joins their parts."""
+        if self._native is not None and self._native.storage is storage:
+            return self._native
+        self._native = None
+        if can_fuse(self._config, self._weights, storage):
+            self._native = NativeLayers(
+                self._config,
+                self._weights,
+                storage,
+                moe_layers=[layer.moe for layer in self._layers],
+                exchange=self._exchange,
+                progress=self._progress,
+            )
+        return self._native
+
+    def _by_halves(
+        self, native: NativeLayers, x: torch.Tensor, positions: RowPositions | None, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Run all layers, each up to its FFN in one native call."""
+        added: torch.Tensor | None = None
+        norm_after = self._config.norm_after
         for i, layer in enumerate(self._layers):
-            if has_rows:
+            hidden = x
+            if positions is not None:
+                hidden = native.attend(i, x, None if norm_after else added, positions, batch.attention)
+            if layer.moe is not None:
+                added = layer.moe(hidden)
+            elif positions is not None:
+                assert layer.dense is not None
+                added = gated_ffn(hidden, layer.dense)
+            if norm_after and added is not None:
+                x = self._add(x, added, layer.post_attention_norm)
+            if self._progress is not None:
+                self._progress.tick()
+        if norm_after or added is None:
+            return x
+        return self._add(x, added, self._final_norm)
+
+    def _by_parts(
+        self, x: torch.Tensor, positions: RowPositions | None, batch: ForwardBatch, storage: KVStorage
+    ) -> torch.Tensor:
+        """Run all layers, part by part."""
+        has_rows = positions is not None
+        for i, layer in enumerate(self._layers):
+            if positions is not None:
                 attention = batch.attention[storage.group_of(i)]
                 added = layer.attention(self._before(x, layer.input_norm), positions, storage, attention)
                 x = self._add(x, added, layer.input_norm)
@@ -151,8 +205,7 @@ class Decoder:
                 x = self._add(x, added, layer.post_attention_norm)
             if self._progress is not None:
                 self._progress.tick()
-        self._count(batch, storage, x)
-        return self._final_norm(x)
+        return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of `hidden` [S, D]: [S, V] f32."""

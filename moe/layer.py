@@ -8,6 +8,7 @@ Suffixes: T tokens of this rank, D width, E logical experts, K top-k, M rows rec
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -17,9 +18,9 @@ import torch.nn.functional as F
 from ..quant import PackedTensor, num_bytes
 from ..telemetry import RankCounters, RankProgress
 from .experts import gated_ffn, grouped_ffn
-from .gated import Activation, ExpertWeights, GatedFFN
-from .native_experts import native_ffn, native_ffn_combine
-from .native_route import NativeRouter, can_route
+from .gated import SILU, Activation, ExpertWeights, GatedFFN
+from .native_experts import ExpertFfnArgs, ffn_args, native_ffn, native_ffn_combine
+from .native_route import NativeRouter, RouteArgs, can_route
 from .routing import RoutingConfig, route
 from .wide_ep import Dispatched, Exchange, ExpertPlacement, assign_replicas, replica_table
 
@@ -75,6 +76,23 @@ class LayerExperts(Protocol):
     def shared_gate(self) -> torch.Tensor | None:
         """[1, D]."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeMoE:
+    """Arguments of native calls that are fixed for a layer; they point into what the layer holds.
+
+    Attributes:
+        route: of the router.
+        experts: of the local slots.
+        shared: of the shared experts.
+        shared_gate: [1, D].
+    """
+
+    route: RouteArgs
+    experts: ExpertFfnArgs
+    shared: ExpertFfnArgs | None
+    shared_gate: torch.Tensor | None
 
 
 class MoELayer:
@@ -163,6 +181,19 @@ class MoELayer:
         combined_TD = self._exchange.combine(rows_MD, topk_weights_TK, dispatched.handle)
         self._tick()
         return combined_TD if shared_TD is None else combined_TD + shared_TD
+
+    @property
+    def native(self) -> NativeMoE | None:
+        """What a call for a whole layer needs of this one; None where it has to be run by itself."""
+        shared_is_packed = self._shared is None or isinstance(self._shared.w13, PackedTensor)
+        if self._router_native is None or self._weigh_input or not self._all_owned or not shared_is_packed:
+            return None
+        return NativeMoE(
+            route=self._router_native.args,
+            experts=ffn_args(self._experts, self._activation),
+            shared=None if self._shared is None else ffn_args(self._shared, SILU),
+            shared_gate=self._shared_gate,
+        )
 
     def _run_alone(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Do all of it in two native calls where no row leaves this rank; the same bits as through an exchange."""

@@ -33,6 +33,8 @@ class Operation:
 
 
 OPERATIONS = (
+    Operation("whole layers", "moewe_layers", matrix=True),
+    Operation("attention half of a layer", "moewe_attention_half", matrix=True),
     Operation("linear", "moewe_linear", matrix=True),
     Operation("embedding rows", "moewe_gather_rows"),
     Operation("normalisation and residual", "moewe_norm"),

@@ -160,6 +160,7 @@ class EngineLoop:
             memory_bandwidth=tuple(warm.memory_bandwidth for _, warm in ranks),
             weight_bytes=tuple(rank.weight_bytes for rank, _ in ranks),
             weight_bytes_read=tuple(rank.weight_bytes_read for rank, _ in ranks),
+            weight_kinds=tuple(rank.weight_kinds for rank, _ in ranks),
             pids=tuple(member.pid for member in group.workers.members),
         )
 
@@ -169,7 +170,7 @@ class EngineLoop:
             scheduler_limits(
                 self._start.config, self._start.kv_groups, num_ranks=num_ranks, num_blocks=ready.num_blocks
             ),
-            exchange="local" if num_ranks == 1 else "threads" if group.as_threads else "all_to_all",
+            exchange=group.exchange,
             eos_token_ids=self._start.eos_token_ids,
         )
         return Engine(

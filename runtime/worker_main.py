@@ -34,7 +34,7 @@ from .messages import (
 from .plan import RankPlan, RankResult, StepHeader
 from .processes.channel import Channel, ChannelClosed
 from .processes.child import enter_child, log_as
-from .processes.launch import WorkerStart, board_path, store_path
+from .processes.launch import WorkerStart, board_path, exchange_path, store_path
 
 if TYPE_CHECKING:
     from ..moe.wide_ep.exchange import Exchange
@@ -229,6 +229,8 @@ def _join_exchange(
         return LocalExchange(placement.num_slots)
     if hub is not None:
         return hub.rank(start.rank)
+    if start.exchange == "shm":
+        return _join_memory(start, placement, progress)
     from ..moe.wide_ep.exchange_all_to_all import AllToAllExchange
     from ..topologies.groups import init_group
 
@@ -240,6 +242,25 @@ def _join_exchange(
         timeout_s=GROUP_TIMEOUT_S,
     )
     return AllToAllExchange(group, placement.slot_ranges, start.rank, progress)
+
+
+def _join_memory(start: WorkerStart, placement: ExpertPlacement, progress: RankProgress) -> Exchange:
+    from ..models.families import load_config
+    from ..moe.wide_ep.exchange_shm import ShmExchange, ShmShape, meet_at
+    from ..quant import parse_format
+
+    config = start.config
+    model = load_config(Path(config.model.path))
+    shape = ShmShape(
+        slot_ranges=placement.slot_ranges,
+        capacity=config.schedule.max_num_batched_tokens,
+        top_k=model.moe.routing.top_k if model.moe is not None else 1,
+        width=model.hidden_size,
+        dtype=parse_format(model.dtype if config.model.dtype == "auto" else config.model.dtype).torch_dtype,
+    )
+    fd = meet_at(exchange_path(Path(start.run_directory)), shape, start.rank, GROUP_TIMEOUT_S)
+    threads = config.parallel.threads or 1
+    return ShmExchange(fd, shape, start.rank, threads_per_rank=threads, progress=progress)
 
 
 def main() -> None:

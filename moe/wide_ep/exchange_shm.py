@@ -232,6 +232,15 @@ class ShmExchange:
         self._wait(self._library.moewe_shm_wait_computed)
         return self._results
 
+    @property
+    def most_rows(self) -> int:
+        """How many rows can come to this rank in one dispatch."""
+        return self._shape.result_capacity
+
+    def count(self, num_bytes: int) -> None:
+        """Book what native calls over `group` have sent."""
+        self._bytes_sent += num_bytes
+
     def bytes_sent(self) -> int:
         """Return the bytes that other ranks read of this one since the last call, each row once a rank."""
         sent, self._bytes_sent = self._bytes_sent, 0

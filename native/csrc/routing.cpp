@@ -143,6 +143,7 @@ void route(Team& team, const Route& a) {
   team.each((a.tokens + kTokens - 1) / kTokens, [&](int64_t i) {
     for (int64_t t = i * kTokens; t < std::min(a.tokens, (i + 1) * kTokens); ++t) choose(a, t);
   });
+  if (!a.tokens_per_slot) return;
   if (team.rank() == 0) sort_rows(a);
   team.barrier();
 }

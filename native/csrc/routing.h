@@ -30,7 +30,7 @@ struct Route {
   int32_t* row_tokens;       // [M] token of each row; rows stand by slot, then token, then k
   int32_t* offsets;          // [S + 1]: rows of slot s are [offsets[s], offsets[s + 1])
   int32_t* rows;             // [T, K] row of each choice, -1 for a dropped one
-  int64_t* tokens_per_slot;  // [S]
+  int64_t* tokens_per_slot;  // [S]; null: rows are not sorted, since an exchange will do it
 };
 
 // Logits, choice and weights. All outputs are there for the whole team when it returns.

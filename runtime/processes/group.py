@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...native.library import load
 from ...telemetry import ProgressBoard
 from ...topologies import parse_topology
 from ..config import EngineConfig
@@ -37,6 +38,15 @@ class GroupParts:
     make_hub: Callable[[EngineConfig, int], ThreadHub] | None = None
 
 
+def exchange_name(num_ranks: int, *, as_threads: bool, device: str) -> str:
+    """Return the exchange that joins the ranks of one host: their threads, their memory, or torch.distributed."""
+    if num_ranks == 1:
+        return "local"
+    if as_threads:
+        return "threads"
+    return "shm" if device == "cpu" and load() is not None else "all_to_all"
+
+
 class Group:
     """Running ranks.
 
@@ -47,6 +57,7 @@ class Group:
     Attributes:
         workers: to talk to them.
         as_threads: they are threads of this process.
+        exchange: name of what joins them.
     """
 
     def __init__(self, start: EngineStart, parts: GroupParts) -> None:
@@ -54,6 +65,7 @@ class Group:
         self._parts = parts
         num_ranks = parse_topology(start.config.parallel.topology).ep
         self.as_threads = num_ranks == 1 or start.config.parallel.ranks == "threads"
+        self.exchange = exchange_name(num_ranks, as_threads=self.as_threads, device=start.config.parallel.device)
         self._directory = None if self.as_threads else RunDirectory()
         board = ProgressBoard(num_ranks, self._directory.board_path if self._directory else None)
         hub = parts.make_hub(start.config, num_ranks) if self.as_threads and num_ranks > 1 and parts.make_hub else None
@@ -80,6 +92,7 @@ class Group:
             device_index=start.replica * num_ranks + rank,
             cpus=start.cpus[rank] if start.cpus else (),
             label=f"{start.label}rank {rank}",
+            exchange=self.exchange,
         )
 
     def _spawn(self, start: WorkerStart, board: ProgressBoard, hub: ThreadHub | None) -> Member:

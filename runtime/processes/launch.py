@@ -38,6 +38,7 @@ class WorkerStart(Message, frozen=True, kw_only=True):
         device_index: which of the host's devices it uses, where it has several.
         cpus: logical CPUs to run on; empty keeps those of the parent.
         label: how log lines call it.
+        exchange: name of what joins the group.
     """
 
     config: EngineConfig
@@ -47,6 +48,7 @@ class WorkerStart(Message, frozen=True, kw_only=True):
     device_index: int = 0
     cpus: tuple[int, ...] = ()
     label: str = "rank"
+    exchange: str = "local"
 
 
 class EngineStart(Message, frozen=True, kw_only=True):
@@ -252,6 +254,11 @@ class RunDirectory:
 def board_path(run_directory: Path) -> Path:
     """Return where the ranks of a group report their progress."""
     return run_directory / "progress"
+
+
+def exchange_path(run_directory: Path) -> Path:
+    """Return the file that says where the memory is through which the ranks of a group exchange rows."""
+    return run_directory / "exchange"
 
 
 def store_path(run_directory: Path) -> Path:
