@@ -113,6 +113,7 @@ class NativeLayers:
         ]
         self._pointers = (ctypes.c_void_p * len(self._layers))(*map(ctypes.addressof, self._layers))
         self._last = self._norm(weights.final_norm, weights.final_norm_bias, config.residual_multiplier)
+        self._last.norms_added = False  # wherever the others stand
         joined = not self._moe_layers or isinstance(exchange, ShmExchange) or exchange.name == "local"
         self.whole = joined and all(args.experts.slots or args.shared.slots for args in self._layers)
         self._groups = (AttentionStepArgs * len(storage.groups))()

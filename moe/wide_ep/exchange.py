@@ -20,7 +20,7 @@ class Dispatched:
 
     Attributes:
         source: [R, D] where the rows lie.
-        row_tokens: [M], which row of `source` each sorted one is; None: `source` holds just them, in order.
+        row_tokens: [M] i32, which row of `source` each sorted one is; None: `source` holds just them, in order.
         tokens_per_slot: [P_local] i64 on the CPU, sums to M.
         handle: what `combine` needs to bring rows home; opaque.
     """

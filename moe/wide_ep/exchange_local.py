@@ -29,7 +29,7 @@ class LocalExchange:
         if self._boundaries.device != x.device:
             self._boundaries = self._boundaries.to(x.device)
         pairs = sort_pairs(physical_ids, self._boundaries)
-        return Dispatched(source=x, row_tokens=pairs.tokens, tokens_per_slot=pairs.counts, handle=pairs)
+        return Dispatched(source=x, row_tokens=pairs.tokens.to(torch.int32), tokens_per_slot=pairs.counts, handle=pairs)
 
     def output(self, num_rows: int) -> None:
         """Return None: outputs may stand anywhere."""

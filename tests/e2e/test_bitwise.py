@@ -1,0 +1,109 @@
+"""The bitwise class of native kernels: tokens and logits of a request are the same to the last bit, whatever else runs.
+
+Alone or in a batch, in chunks of any size, after preemption, at EP1, EP2 and EP4, with one thread or two, greedy or
+seeded (decision 014 says what is outside: latent attention's products, and other number formats of activations).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moewe.runtime.params import SamplingParams
+from tests.support.fixtures import checkpoint, random_prompt
+from tests.support.harness import Outcome, generate, greedy
+from tests.support.native import needs_native
+from tests.support.setups import Setup
+
+pytestmark = needs_native
+
+# Heads with a norm and experts in all layers; sinks, windows and biases; shared experts and a dense layer; parallel
+# dense weights; norms behind the blocks.
+FAMILIES = ["T-QW3", "T-GLM-demo", "T-OLM"]
+SLOW_FAMILIES = ["T-GOS", "T-MIX", "T-QW2", "T-GRA", "T-FLX", "T-LL4", "T-ERN", "T-MM2", "T-PHI"]
+PROMPTS = [random_prompt(length, seed=length) for length in (37, 5, 20, 1, 64)]
+SEEDED = SamplingParams(max_tokens=10, temperature=0.9, top_p=0.95, seed=7, ignore_eos=True)
+PARAMS = [greedy(10, logprobs=2), SEEDED, greedy(10), greedy(10), SEEDED]
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def run(name: str, chosen: list[int], num_threads: int = 1, **setup: object) -> list[Outcome]:
+    with threads(num_threads):
+        return generate(
+            checkpoint(name, dtype="bfloat16"),
+            [PROMPTS[i] for i in chosen],
+            setup=Setup(dtype="bfloat16", **setup),  # type: ignore[arg-type]
+            params=[PARAMS[i] for i in chosen],
+        ).outcomes
+
+
+def assert_bitwise(outcome: Outcome, expected: Outcome) -> None:
+    assert outcome.tokens == expected.tokens
+    assert outcome.logprobs == expected.logprobs or [(own.token_ids, own.logprobs) for own in outcome.logprobs] == [
+        (own.token_ids, own.logprobs) for own in expected.logprobs
+    ]
+    assert torch.equal(outcome.logits_of_all(), expected.logits_of_all())
+
+
+def alone(name: str, cache: dict[tuple[str, int], Outcome] = {}) -> list[Outcome]:  # noqa: B006
+    """Each request by itself at EP1, its prompt in one piece, on one thread; computed once."""
+    for i in range(len(PROMPTS)):
+        if (name, i) not in cache:
+            cache[name, i] = run(name, [i])[0]
+    return [cache[name, i] for i in range(len(PROMPTS))]
+
+
+WAYS = {
+    "together": {},
+    "chunks of 7": {"max_chunk_tokens": 7},
+    "one row at a time": {"max_chunk_tokens": 1},
+    "two threads": {"num_threads": 2},
+    "EP2": {"topology": "EP2DP1"},
+    "EP4": {"topology": "EP4DP1", "max_chunk_tokens": 16},
+    "little memory": {"num_blocks": 12, "max_chunk_tokens": 16},
+    "small blocks": {"block_size": 4, "num_blocks": 400},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES + [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_FAMILIES])
+def test_every_way_to_run_gives_the_same_bits(name: str) -> None:
+    expected = alone(name)
+    for way, setup in WAYS.items():
+        outcomes = run(name, list(range(len(PROMPTS))), **setup)  # type: ignore[arg-type]
+        for i, outcome in enumerate(outcomes):
+            try:
+                assert_bitwise(outcome, expected[i])
+            except AssertionError as error:
+                raise AssertionError(f"{name}, request {i}, {way}") from error
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    chosen=st.lists(st.integers(0, len(PROMPTS) - 1), min_size=1, max_size=5),
+    ranks=st.sampled_from([1, 2, 4]),
+    chunk=st.integers(1, 40),
+    block_size=st.sampled_from([4, 16, 32]),
+    num_threads=st.sampled_from([1, 2]),
+)
+def test_any_company_gives_the_same_bits(
+    chosen: list[int], ranks: int, chunk: int, block_size: int, num_threads: int
+) -> None:
+    expected = alone("T-QW3")
+    setup = {"topology": f"EP{ranks}DP1", "max_chunk_tokens": chunk, "block_size": block_size}
+    outcomes = run("T-QW3", chosen, num_threads, **setup)
+    for i, outcome in zip(chosen, outcomes, strict=True):
+        assert_bitwise(outcome, expected[i])
