@@ -8,6 +8,7 @@
 
 #include <climits>
 #include <memory>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -61,8 +62,15 @@ struct TeamState {
   bool ending = false;
   std::vector<std::thread> threads;
 
-  explicit TeamState(int threads_wanted) : size(threads_wanted) {
-    for (int rank = 1; rank < size; ++rank) threads.emplace_back([this, rank] { serve(rank); });
+  const int wanted;
+
+  explicit TeamState(int number) : wanted(number) {
+    try {
+      for (int rank = 1; rank < wanted; ++rank) threads.emplace_back([this, rank] { serve(rank); });
+    } catch (const std::system_error&) {
+      // The host gives no more threads: those that are there do all of it.
+    }
+    size = static_cast<int>(threads.size()) + 1;
   }
 
   ~TeamState() {
@@ -103,7 +111,7 @@ thread_local std::unique_ptr<TeamState> own_team;
 }  // namespace
 
 void run_on_team(Body body, void* context) {
-  if (!own_team || own_team->size != threads_wanted) {
+  if (!own_team || own_team->wanted != threads_wanted) {
     own_team.reset();
     own_team = std::make_unique<TeamState>(threads_wanted);
   }
