@@ -38,6 +38,7 @@ from .parameters import (
 from .tensor_names import EXPERT
 from .weights import DenseFFN, LatentWeights, LayerWeights, ModelWeights, MoEWeights
 
+Targets = dict[str, list[torch.Tensor]]
 _Gated = TypeVar("_Gated", DenseFFN, ExpertWeights)
 
 
@@ -58,36 +59,71 @@ def allocate_weights(
     config: ModelConfig, placement: ExpertPlacement | None, rank: int, *, dtype: torch.dtype, device: torch.device
 ) -> Allocation:
     """Allocate what `rank` holds under `placement` (None, or one without experts, for a dense model)."""
-    targets: dict[str, list[torch.Tensor]] = defaultdict(list)
-    whole = _Allocator(parameters=global_parameters(config), prefix="", dtype=dtype, device=device, targets=targets)
-    embedding = whole.single(EMBEDDING)
-    layers = []
+    part = WeightParts(config, placement, rank, dtype=dtype, device=device)
+    weights, targets = part.ends()
     for layer in range(config.num_layers):
-        experts: Sequence[int] = ()
-        if config.moe is not None and config.is_moe(layer):
-            experts = range(config.moe.routing.num_experts)
-            if placement is not None:
-                experts = placement.local_experts(rank, config.moe_layers.index(layer)).tolist()
+        layer_weights, layer_targets = part.layer(layer)
+        weights.layers.append(layer_weights)
+        targets |= layer_targets
+    return Allocation(weights=weights, targets=targets)
+
+
+class WeightParts:
+    """Allocates what `rank` holds, part by part, each with the way into it; for arguments see `allocate_weights`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        placement: ExpertPlacement | None,
+        rank: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._config, self._placement, self._rank = config, placement, rank
+        self._dtype, self._device = dtype, device
+
+    def ends(self) -> tuple[ModelWeights, Targets]:
+        """Return everything but the layers."""
+        targets: Targets = defaultdict(list)
+        whole = _Allocator(
+            parameters=global_parameters(self._config), prefix="", dtype=self._dtype, device=self._device,
+            targets=targets,
+        )  # fmt: skip
+        embedding = whole.single(EMBEDDING)
+        weights = ModelWeights(
+            embedding=embedding,
+            head=embedding if self._config.head_tied else whole.single(HEAD),
+            head_bias=whole.optional(HEAD_BIAS),
+            final_norm=whole.single(FINAL_NORM),
+            final_norm_bias=whole.optional(FINAL_NORM_BIAS),
+            layers=[],
+        )
+        return weights, dict(targets)
+
+    def layer(self, layer: int) -> tuple[LayerWeights, Targets]:
+        """Return layer number `layer`."""
+        config = self._config
+        targets: Targets = defaultdict(list)
         inside = _LayerAllocator(
             parameters=layer_parameters(config, layer),
             prefix=layer_prefix(layer),
-            dtype=dtype,
-            device=device,
+            dtype=self._dtype,
+            device=self._device,
             targets=targets,
             config=config,
             layer=layer,
-            experts=experts,
+            experts=self._experts(layer),
         )
-        layers.append(inside.layer_weights())
-    weights = ModelWeights(
-        embedding=embedding,
-        head=embedding if config.head_tied else whole.single(HEAD),
-        head_bias=whole.optional(HEAD_BIAS),
-        final_norm=whole.single(FINAL_NORM),
-        final_norm_bias=whole.optional(FINAL_NORM_BIAS),
-        layers=layers,
-    )
-    return Allocation(weights=weights, targets=dict(targets))
+        return inside.layer_weights(), dict(targets)
+
+    def _experts(self, layer: int) -> Sequence[int]:
+        config = self._config
+        if config.moe is None or not config.is_moe(layer):
+            return ()
+        if self._placement is None:
+            return range(config.moe.routing.num_experts)
+        return list(map(int, self._placement.local_experts(self._rank, config.moe_layers.index(layer))))
 
 
 @dataclass(kw_only=True)

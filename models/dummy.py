@@ -18,31 +18,31 @@ E8M0_OF_NOISE = 120  # times 2^-7: random e2m1 numbers are then about as large a
 BLOCK_ELEMENTS = 4_194_301  # prime, so that no two rows of a matrix begin at the same element of the block
 
 
-def fill_randomly(
-    targets: dict[str, list[torch.Tensor]],
-    *,
-    seed: int,
-    num_threads: int,
-    on_filled: Callable[[torch.Tensor], None],
-) -> None:
-    """Write noise into all `targets` (parameter name -> views); `on_filled` is told each view that is done."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(BLOCK_ELEMENTS, generator=generator) * STANDARD_DEVIATION
-    views = [(name, view) for name, several in targets.items() for view in several]
-    packed = torch.randint(0, 256, (BLOCK_ELEMENTS,), generator=generator, dtype=torch.uint8)
-    kinds = {(view.dtype, view.device) for _, view in views}
-    blocks = {
-        (dtype, device): (packed if dtype == torch.uint8 else noise).to(device=device, dtype=dtype)
-        for dtype, device in kinds
-    }
+class Noise:
+    """Writes noise into parameters; what a parameter gets depends on `seed` and its name."""
 
-    def fill(item: tuple[str, torch.Tensor]) -> torch.Tensor:
-        name, view = item
-        return _fill(name, view, blocks[view.dtype, view.device])
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._numbers = torch.randn(BLOCK_ELEMENTS, generator=generator) * STANDARD_DEVIATION
+        self._packed = torch.randint(0, 256, (BLOCK_ELEMENTS,), generator=generator, dtype=torch.uint8)
+        self._blocks: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
-    with ThreadPoolExecutor(num_threads) as pool:
-        for view in pool.map(fill, views):
-            on_filled(view)
+    def fill(
+        self, targets: dict[str, list[torch.Tensor]], *, num_threads: int, on_filled: Callable[[torch.Tensor], None]
+    ) -> None:
+        """Write into all `targets` (parameter name -> views); `on_filled` is told each view that is done."""
+        views = [(name, view) for name, several in targets.items() for view in several]
+        for dtype, device in {(view.dtype, view.device) for _, view in views} - self._blocks.keys():
+            block = self._packed if dtype == torch.uint8 else self._numbers
+            self._blocks[dtype, device] = block.to(device=device, dtype=dtype)
+
+        def fill(item: tuple[str, torch.Tensor]) -> torch.Tensor:
+            name, view = item
+            return _fill(name, view, self._blocks[view.dtype, view.device])
+
+        with ThreadPoolExecutor(num_threads) as pool:
+            for view in pool.map(fill, views):
+                on_filled(view)
 
 
 def _fill(name: str, view: torch.Tensor, block: torch.Tensor) -> torch.Tensor:

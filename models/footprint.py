@@ -2,13 +2,13 @@
 
 Not a measurement: `tests/models/test_footprint.py` holds it against tensors that were really loaded.
 Units: bytes of the number format that weights are held in; what a family keeps in fp32 counts as fp32, and quantised
-matrices count as stored.
+matrices count as stored. Those that are quantised at load count with their padding, fused ones part by part.
 """
 
 from __future__ import annotations
 
 from ..kvcache.groups import CacheGroup
-from ..quant import NumberFormat, parse_format
+from ..quant import NumberFormat, WeightScheme, head_scheme, parse_format
 from ..topologies.footprint import ModelFootprint
 from ..topologies.kv_sizes import KVGroup
 from .config import ConfigError, ModelConfig
@@ -22,21 +22,36 @@ from .parameters import (
     expert_parameters,
     ffn_norm_parameters,
     global_parameters,
+    is_quantized_at_load,
     router_parameters,
     shared_parameters,
 )
 
 
-def model_footprint(config: ModelConfig, *, name: str, dtype: NumberFormat | str) -> ModelFootprint:
-    """Return what the model weighs when its weights are held as `dtype`; `name` is what a printed budget calls it."""
+def model_footprint(
+    config: ModelConfig, *, name: str, dtype: NumberFormat | str, scheme: WeightScheme | None = None
+) -> ModelFootprint:
+    """Return what the model weighs when its weights are held as `dtype`, and its matrices quantised to `scheme`.
+
+    `name` is what a printed budget calls it.
+    """
     held, moe = _as_format(dtype), config.moe
 
     def size(parameters: Parameters) -> int:
-        return sum(parameter.num_bytes(held.itemsize) for parameter in parameters.values())
+        return sum(
+            scheme.num_bytes(*parameter.shape)
+            if scheme is not None and is_quantized_at_load(name)
+            else parameter.num_bytes(held.itemsize)
+            for name, parameter in parameters.items()
+        )
 
     whole = global_parameters(config)
     embedding = {EMBEDDING: whole.pop(EMBEDDING)}
     head = {name: whole.pop(name) for name in (HEAD, HEAD_BIAS) if name in whole}
+    head_copy = 0  # one that is quantised is none of the embedding's memory
+    if scheme is not None:
+        head.pop(HEAD, None)
+        head_copy = head_scheme().num_bytes(config.vocab_size, config.hidden_size)
     attention, dense, routers, shared, experts = [], [whole], [], [], []
     for layer in range(config.num_layers):
         attention.append(attention_parameters(config, layer))
@@ -61,7 +76,7 @@ def model_footprint(config: ModelConfig, *, name: str, dtype: NumberFormat | str
         shared_bytes=sum(map(size, shared)),
         expert_bytes=max(map(size, experts), default=0),
         embedding_bytes=size(embedding),
-        head_bytes=size(head),
+        head_bytes=size(head) + head_copy,
         kv_groups=kv_groups(config, dtype=held),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,

@@ -1,31 +1,30 @@
 """Fill the weights of one rank from a checkpoint, reading only the byte ranges that this rank holds.
 
-Not names (`name_map`), not files (`checkpoint`), not reads (`reads`), not what is held (`allocation`): this ties them.
+Not names (`name_map`), not files (`checkpoint`), not reads (`filling`), not what is held (`allocation`).
+Weights that are to be quantised are read layer by layer, so that no more than one of them is held as stored.
 Units: bytes. `on_progress(done, total)` is called on the calling thread.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from ..moe.wide_ep.placement import ExpertPlacement
-from .allocation import Allocation, allocate_weights
+from ..quant import WeightScheme
+from .allocation import WeightParts, allocate_weights
 from .checkpoint import Checkpoint, open_checkpoint
-from .config import ModelConfig
-from .dummy import fill_randomly
+from .config import ConfigError, ModelConfig
+from .filling import Files, OnProgress, Progress, Random, Source
 from .name_map import Matched, match_tensors
-from .packing import pack_weights, packable_bytes
-from .reads import Read, Spans, Staging, plan_piece
-from .weights import ModelWeights
+from .packing import pack_weights, packable_bytes, quantize_head, quantize_layer
+from .reads import Spans
+from .weights import ModelWeights, tensors_of
 
 _log = logging.getLogger(__name__)
-OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +40,7 @@ class LoadOptions:
         seed: of dummy weights.
         num_threads: how many read (or fill) at once, at least 1.
         pack: put matrices into the tiles of native kernels; `quant.can_pack` says whether that may be.
+        scheme: quantise those matrices to it, and the head to int8; only with `pack`.
     """
 
     dtype: torch.dtype
@@ -51,6 +51,7 @@ class LoadOptions:
     seed: int = 0
     num_threads: int = 4
     pack: bool = False
+    scheme: WeightScheme | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,23 +87,17 @@ def load_weights(
     """
     on_progress = on_progress or _quiet
     if options.dummy:
-        return _make_dummy(config, options, on_progress)
+        weights, _ = _hold(config, options, Random(options.seed, options.num_threads), on_progress)
+        return LoadReport(weights=weights, bytes_held=weights.num_bytes, bytes_read=0, ignored=())
     with open_checkpoint(path) as checkpoint:
         matched = match_tensors(checkpoint.tensors, config)
-        allocation = _allocate(config, options)
-        reads = [read for piece in matched.pieces for read in plan_piece(piece, allocation.targets)]
-        reads.sort(key=lambda read: read.position)
-        progress = _Progress(on_progress, sum(read.num_bytes for read in reads), allocation.weights, options)
-        written = _run_reads(reads, options.num_threads, progress)
-    prove_filled(allocation.weights, written)
-    if options.pack:
-        pack_weights(allocation.weights, progress.add)
+        weights, bytes_read = _hold(config, options, Files(matched.pieces, options.num_threads), on_progress)
     if options.rank == 0:
         _log_leftovers(checkpoint, matched)
     return LoadReport(
-        weights=allocation.weights,
-        bytes_held=allocation.weights.num_bytes,
-        bytes_read=checkpoint.header_bytes + sum(read.num_bytes for read in reads),
+        weights=weights,
+        bytes_held=weights.num_bytes,
+        bytes_read=checkpoint.header_bytes + bytes_read,
         ignored=matched.ignored,
     )
 
@@ -113,9 +108,9 @@ def check_weights(path: Path, config: ModelConfig) -> None:
         match_tensors(checkpoint.tensors, config)
 
 
-def prove_filled(weights: ModelWeights, written: Spans) -> None:
-    """Raise RuntimeError unless the address ranges `written` cover every byte of every tensor of `weights` once."""
-    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor in weights.tensors())
+def prove_filled(weights: object, written: Spans) -> None:
+    """Raise RuntimeError unless the address ranges `written` cover every byte of every tensor in a record once."""
+    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor in tensors_of(weights))
     remaining = sorted(written, reverse=True)
     for begin, end, name in spans:
         position = begin
@@ -127,60 +122,48 @@ def prove_filled(weights: ModelWeights, written: Spans) -> None:
         raise RuntimeError("loading wrote outside of the weights")
 
 
-class _Progress:
-    """Adds up what is read (or made) and then packed: both are parts of one total.
-
-    Args:
-        on_progress: told (done, total), at once and whenever something is added.
-        num_bytes: to read or to make.
-        weights: what is packed afterwards, if `options` say so.
-        options: of loading.
-    """
-
-    def __init__(self, on_progress: OnProgress, num_bytes: int, weights: ModelWeights, options: LoadOptions) -> None:
-        self._on_progress, self._done = on_progress, 0
-        self._total = num_bytes + (packable_bytes(weights) if options.pack else 0)
-        on_progress(0, self._total)
-
-    def add(self, num_bytes: int) -> None:
-        """Tell that so many bytes more are done."""
-        self._done += num_bytes
-        self._on_progress(self._done, self._total)
-
-
-def _run_reads(reads: list[Read], num_threads: int, progress: _Progress) -> Spans:
-    """Run all reads; returns the address ranges that they wrote."""
-    staging, written = Staging(), Spans()
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as pool:
-        futures = {pool.submit(read.run, staging): read for read in reads}
-        try:
-            for future in as_completed(futures):
-                written += future.result()
-                progress.add(futures[future].num_bytes)
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-    return written
-
-
-def _allocate(config: ModelConfig, options: LoadOptions) -> Allocation:
-    return allocate_weights(config, options.placement, options.rank, dtype=options.dtype, device=options.device)
-
-
-def _make_dummy(config: ModelConfig, options: LoadOptions, on_progress: OnProgress) -> LoadReport:
-    allocation = _allocate(config, options)
-    written = Spans()
-    progress = _Progress(on_progress, allocation.weights.num_bytes, allocation.weights, options)
-
-    def on_filled(view: torch.Tensor) -> None:
-        written.append((view.data_ptr(), view.data_ptr() + view.nbytes))
-        progress.add(view.nbytes)
-
-    fill_randomly(allocation.targets, seed=options.seed, num_threads=options.num_threads, on_filled=on_filled)
-    prove_filled(allocation.weights, written)
+def _hold(
+    config: ModelConfig, options: LoadOptions, source: Source, on_progress: OnProgress
+) -> tuple[ModelWeights, int]:
+    """Return the weights, filled and packed, and the bytes that came from `source`."""
+    if options.scheme is not None:
+        return _hold_quantized(config, options, options.scheme, source, on_progress)
+    allocation = allocate_weights(config, options.placement, options.rank, dtype=options.dtype, device=options.device)
+    num_bytes = source.num_bytes(allocation.targets)
+    progress = Progress(on_progress, num_bytes + (packable_bytes(allocation.weights) if options.pack else 0))
+    prove_filled(allocation.weights, source.fill(allocation.targets, progress))
     if options.pack:
         pack_weights(allocation.weights, progress.add)
-    return LoadReport(weights=allocation.weights, bytes_held=allocation.weights.num_bytes, bytes_read=0, ignored=())
+    return allocation.weights, num_bytes
+
+
+def _hold_quantized(
+    config: ModelConfig, options: LoadOptions, scheme: WeightScheme, source: Source, on_progress: OnProgress
+) -> tuple[ModelWeights, int]:
+    """The same part by part, each quantised before the next one takes memory."""
+    if config.quantization is not None:
+        raise ConfigError(
+            f"quantization={scheme.kind}: the checkpoint is quantised already ({config.quantization.scheme.kind}); "
+            "leave quantization out, or use the bf16 weights"
+        )
+    assert options.pack, "only native kernels multiply what is quantised here"
+    planned = allocate_weights(
+        config, options.placement, options.rank, dtype=options.dtype, device=torch.device("meta")
+    )
+    num_bytes = source.num_bytes(planned.targets)
+    progress = Progress(on_progress, num_bytes + packable_bytes(planned.weights))
+    parts = WeightParts(config, options.placement, options.rank, dtype=options.dtype, device=options.device)
+    weights, targets = parts.ends()
+    prove_filled(weights, source.fill(targets, progress))
+    del targets  # it holds what a head was made of
+    quantize_head(weights, progress.add)
+    for number in range(config.num_layers):
+        layer, targets = parts.layer(number)
+        prove_filled(layer, source.fill(targets, progress))
+        targets.clear()
+        quantize_layer(layer, scheme, progress.add)
+        weights.layers.append(layer)
+    return weights, num_bytes
 
 
 def _log_leftovers(checkpoint: Checkpoint, matched: Matched) -> None:

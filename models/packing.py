@@ -1,8 +1,8 @@
 """Put the loaded matrices of a rank into the tiles of native kernels: those of `quant.linear`, experts and the head.
 
-Not the packing itself (quant/packed.py) and no quantisation: what is quantised stays as stored. So do norms, biases,
-routers, the factors of latent attention that are multiplied head by head, and an embedding that is not also the head.
-Units: bytes.
+Not the packing itself (quant/packed.py) and not the quantising (quant/quantize.py): this says which matrices. What a
+checkpoint stores quantised stays as stored. So do norms, biases, routers, the factors of latent attention that are
+multiplied head by head, and an embedding that is not also the head. Units: bytes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..quant import PackedTensor, pack
-from .weights import ModelWeights
+from ..quant import PackedTensor, WeightScheme, head_scheme, pack, quantize
+from .weights import LayerWeights, ModelWeights
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,10 @@ class _Place:
         packed = pack(getattr(self.owner, self.name), gate_up=self.gate_up, in_place=True)
         setattr(self.owner, self.name, packed)
         return packed
+
+    def quantize(self, scheme: WeightScheme) -> None:
+        quantized = quantize(getattr(self.owner, self.name), scheme, gate_up=self.gate_up)
+        setattr(self.owner, self.name, quantized)  # what it was made of is free, unless somebody else holds it
 
 
 def packable_bytes(weights: ModelWeights) -> int:
@@ -62,19 +66,41 @@ def pack_weights(weights: ModelWeights, on_packed: Callable[[int], None]) -> Non
         on_packed(num_bytes)
 
 
+def quantize_layer(layer: LayerWeights, scheme: WeightScheme, on_packed: Callable[[int], None]) -> None:
+    """Quantise the matrices of `layer`, one after the other; for arguments see `pack_weights`."""
+    for place in _layer_places(layer):
+        if place.matrix is not None:
+            num_bytes = place.matrix.nbytes
+            place.quantize(scheme)
+            on_packed(num_bytes)
+
+
+def quantize_head(weights: ModelWeights, on_packed: Callable[[int], None]) -> None:
+    """Quantise the head; one that is also the embedding becomes a copy, whose rows stay as they are."""
+    place = _Place(weights, "head")
+    assert place.matrix is not None
+    num_bytes = place.matrix.nbytes
+    place.quantize(head_scheme())
+    on_packed(num_bytes)
+
+
 def _places(weights: ModelWeights) -> Iterator[_Place]:
     for layer in weights.layers:
-        yield _Place(layer, "qkv")
-        yield _Place(layer, "o")
-        if layer.latent is not None:
-            for name in ("q", "q_a", "q_b", "kv_a"):
-                yield _Place(layer.latent, name)
-        ffns: list[object] = [layer.dense]
-        if layer.moe is not None:
-            ffns += [layer.moe.experts, layer.moe.shared]
-        for ffn in ffns:
-            both = _Place(ffn, "w13", gate_up=True), _Place(ffn, "w2")
-            # One call runs both products: a quantised one beside a plain one stays with torch.
-            if ffn is not None and all(place.matrix is not None for place in both):
-                yield from both
+        yield from _layer_places(layer)
     yield _Place(weights, "head")
+
+
+def _layer_places(layer: LayerWeights) -> Iterator[_Place]:
+    yield _Place(layer, "qkv")
+    yield _Place(layer, "o")
+    if layer.latent is not None:
+        for name in ("q", "q_a", "q_b", "kv_a"):
+            yield _Place(layer.latent, name)
+    ffns: list[object] = [layer.dense]
+    if layer.moe is not None:
+        ffns += [layer.moe.experts, layer.moe.shared]
+    for ffn in ffns:
+        both = _Place(ffn, "w13", gate_up=True), _Place(ffn, "w2")
+        # One call runs both products: a quantised one beside a plain one stays with torch.
+        if ffn is not None and all(place.matrix is not None for place in both):
+            yield from both

@@ -157,6 +157,15 @@ def layer_parameters(config: ModelConfig, layer: int) -> Parameters:
     return parameters | expert_parameters(config, moe, layer)
 
 
+def is_quantized_at_load(name: str) -> bool:
+    """Return True for a matrix of a layer that `--quantization` quantises; the head is not in a layer.
+
+    Neither routers nor gates of shared experts, nor the factors that latent attention multiplies head by head.
+    """
+    module, _, kind = name.rpartition(".")
+    return kind == "weight" and module.endswith("_proj")
+
+
 def scheme_of(config: ModelConfig, layer: int, modules: list[str]) -> QuantScheme | None:
     """Return how `modules` (our names) of a layer are quantised, None where they are not.
 

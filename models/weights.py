@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 
 from ..moe.gated import ExpertWeights
-from ..quant import Matrix, PackedTensor
+from ..quant import Matrix, PackedTensor, QuantTensor
 
 
 @dataclass(kw_only=True)
@@ -141,16 +141,64 @@ class ModelWeights:
 
         A quantised matrix yields its data and its scales, a packed one what it holds.
         """
-        seen: set[int] = set()
-        for path, tensor in _walk("", self):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield path, tensor
+        return tensors_of(self)
 
     @property
     def num_bytes(self) -> int:
         """Exact bytes of all tensors held."""
         return sum(tensor.nbytes for _, tensor in self.tensors())
+
+
+def tensors_of(node: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (path, tensor) of every tensor in a record, each once."""
+    seen: set[int] = set()
+    for path, tensor in _walk("", node):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield path, tensor
+
+
+def bytes_by_kind(weights: ModelWeights) -> dict[str, int]:
+    """Return the exact bytes held by `kind/format`: scales count to the format of what they scale; a tied head is none.
+
+    Kinds: `attention`, `routed`, `shared`, `dense` (dense FFNs, routers, norms behind attention), `embedding`, `head`.
+
+    Example:
+        `{"attention/int8": 1088, "attention/bfloat16": 32, ...}`
+    """
+    sizes: dict[str, int] = {}
+
+    def add(kind: str, *nodes: object) -> None:
+        for node in nodes:
+            for name, num_bytes in _formats(node):
+                sizes[f"{kind}/{name}"] = sizes.get(f"{kind}/{name}", 0) + num_bytes
+
+    add("embedding", weights.embedding)
+    add("head", None if weights.head is weights.embedding else weights.head, weights.head_bias)
+    add("dense", weights.final_norm, weights.final_norm_bias)
+    for layer in weights.layers:
+        for item in fields(layer):
+            node = getattr(layer, item.name)
+            if isinstance(node, MoEWeights):
+                add("routed", node.experts)
+                add("shared", node.shared, node.shared_gate)
+                add("dense", node.router, node.router_bias, node.selection_bias)
+            else:
+                in_ffn = item.name == "dense" or item.name.startswith("post_attention")
+                add("dense" if in_ffn else "attention", node)
+    return sizes
+
+
+def _formats(node: object) -> Iterator[tuple[str, int]]:
+    if isinstance(node, torch.Tensor):
+        yield str(node.dtype).removeprefix("torch."), node.nbytes
+    elif isinstance(node, PackedTensor):
+        yield "bfloat16" if node.format == "bf16" else node.format, node.num_bytes
+    elif isinstance(node, QuantTensor):
+        yield node.scheme.kind, node.num_bytes
+    elif is_dataclass(node):
+        for item in fields(node):
+            yield from _formats(getattr(node, item.name))
 
 
 def held_bytes(node: object) -> int:

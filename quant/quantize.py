@@ -10,6 +10,7 @@ import ctypes
 
 import torch
 
+from ..native.huge_pages import advise_huge_pages
 from .packed import INT8, MatrixArgs, PackedTensor, call, column_tiles
 from .schemes import MOST_INPUTS, WeightScheme
 
@@ -46,6 +47,7 @@ def quantize(matrix: torch.Tensor, scheme: WeightScheme, *, gate_up: bool = Fals
         groups = -(-columns // scheme.group)
         data = torch.empty(*stack, tiles, groups * (scheme.group // 32), 4, 16, 4, dtype=torch.uint8)
         scales = torch.empty(*stack, tiles, groups, 16, dtype=torch.bfloat16)
+    advise_huge_pages(data.data_ptr(), data.nbytes)
     packed = PackedTensor(
         data=data, shape=tuple(matrix.shape), format=scheme.kind, gate_up=gate_up, scales=scales, group=scheme.group
     )

@@ -60,20 +60,20 @@ def _fp8_number(tensor: QuantTensor, row: int, column: int) -> float:
     return float(struct.unpack("f", struct.pack("f", product))[0])
 
 
-def quantized_rows_reference(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows [T, D] as products with int8 and int4 weights see them, in fp64: whole numbers times a scale a row.
+def quantized_rows_reference(rows: torch.Tensor, group: int) -> torch.Tensor:
+    """Return rows [T, D] as products with int8 and int4 weights see them, in fp64: whole numbers times a scale a group.
 
-    The scale is the largest magnitude over 127, and a number becomes the nearest whole one to it times 127 over the
-    largest magnitude, both in fp32.
+    The scale of `group` elements that follow each other is their largest magnitude over 127, and a number becomes the
+    nearest whole one to it times 127 over the largest magnitude, both in fp32.
     """
-    return torch.stack([_row_reference(row) for row in rows.float()]) if len(rows) else rows.double()
+    return torch.cat([torch.stack([_scaled(row) for row in part]) for part in rows.float().split(group, dim=1)], dim=1)
 
 
-def _row_reference(row: torch.Tensor) -> torch.Tensor:
-    largest = row.abs().max()
+def _scaled(numbers: torch.Tensor) -> torch.Tensor:
+    largest = numbers.abs().max()
     if not largest > 1e-30:
-        return torch.full_like(row, 0.0 if largest <= 1e-30 else torch.nan, dtype=torch.float64)
-    codes = torch.round(row * (torch.full_like(largest, 127.0) / largest))
+        return torch.full_like(numbers, 0.0 if largest <= 1e-30 else torch.nan, dtype=torch.float64)
+    codes = torch.round(numbers * (torch.full_like(largest, 127.0) / largest))
     return codes.double() * (largest / 127).double()
 
 

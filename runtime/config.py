@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+QUANTIZATIONS = ("int8", "int4")
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +21,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         revision: branch, tag or commit on the hub.
         tokenizer: folder or id of another tokenizer; None takes the model's.
         dtype: number format of weights and activations; `auto` takes the checkpoint's.
+        quantization: `int8` or `int4`: what matrices become while they are loaded; None leaves them as they are.
         load_format: `auto`, `safetensors`, or `dummy` for random weights from config.json alone.
         skip_tokenizer_init: token ids in, token ids out, no text.
         seed: of dummy weights and of requests without a seed.
@@ -34,6 +36,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     revision: str | None = None
     tokenizer: str | None = None
     dtype: str = "auto"
+    quantization: str | None = None
     load_format: str = "auto"
     skip_tokenizer_init: bool = False
     seed: int = 0

@@ -116,6 +116,7 @@ class Ready(Message, frozen=True, kw_only=True):
         memory_bandwidth: measured read ceiling of each rank while all of them read, bytes/s.
         weight_bytes: per rank, bytes of weights held.
         weight_bytes_read: per rank, bytes read from disk.
+        weight_kinds: per rank, bytes held by `kind/format` (models.weights.bytes_by_kind).
         pids: worker processes (the engine's own pid for ranks that are threads).
     """
 
@@ -127,6 +128,7 @@ class Ready(Message, frozen=True, kw_only=True):
     weight_bytes: tuple[int, ...]
     weight_bytes_read: tuple[int, ...]
     pids: tuple[int, ...]
+    weight_kinds: tuple[dict[str, int], ...] = ()
 
 
 class CounterRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,13 +199,14 @@ class StopWorker(Message, frozen=True, kw_only=True):
 
 # --- worker -> engine -------------------------------------------------------------------------------------------------
 class Loaded(Message, frozen=True, kw_only=True):
-    """Weights are in place on `rank`; it could hold `num_blocks` KV blocks."""
+    """Weights are in place on `rank`, so many of each kind and format; it could hold `num_blocks` KV blocks."""
 
     rank: int
     num_blocks: int
     weight_bytes: int
     weight_bytes_read: int
     pid: int
+    weight_kinds: dict[str, int] = {}
 
 
 class KVAllocated(Message, frozen=True, kw_only=True):

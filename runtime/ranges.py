@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .config import LOAD_FORMATS, EngineConfig
+from .config import LOAD_FORMATS, QUANTIZATIONS, EngineConfig
 from .scheduling.limits import POLICIES
 
 MOST = 2**31 - 1
@@ -35,6 +35,10 @@ def _words(config: EngineConfig) -> list[tuple[str, Any, bool, str]]:
         ("load_format", model.load_format, model.load_format in LOAD_FORMATS, f"use {', '.join(LOAD_FORMATS)}"),
         ("dtype", model.dtype, model.dtype.strip().lower().removeprefix("torch.") in ("auto", *DTYPES),
          "use auto (the checkpoint's), bfloat16, float16 or float32"),
+        ("quantization", model.quantization, model.quantization in (None, *QUANTIZATIONS),
+         f"use {' or '.join(QUANTIZATIONS)}, or leave it out; a checkpoint that is quantised already says so itself"),
+        ("quantization", model.quantization, model.quantization is None or parallel.device == "cpu",
+         "it quantises for a CPU only; leave it out with device cuda"),
         ("ranks", parallel.ranks, parallel.ranks in ("processes", "threads"), "use processes or threads"),
         ("device", parallel.device, parallel.device in ("cpu", "cuda"), "use cpu or cuda"),
         ("policy", policy, policy in POLICIES, f"use {' or '.join(POLICIES)}"),

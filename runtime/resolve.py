@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+import torch
 
 from ..models.config import ModelConfig
 from ..models.families import load_config, unread_fields
 from ..models.footprint import model_footprint
 from ..models.loading import check_weights
-from ..quant import NumberFormat, parse_format
+from ..native.library import outcome
+from ..quant import NumberFormat, can_pack, parse_format, weight_scheme
 from ..text import check_tokenizer_files
 from ..topologies import (
     ByteBudget,
@@ -115,8 +117,12 @@ def resolve(config: EngineConfig) -> Resolved:
             "ends with an error; bfloat16 holds them all"
         )
     _check_kv_format(config.cache, dtype)
+    quantization = config.model.quantization
+    if quantization is not None:
+        _check_quantization(quantization, model, dtype)
     threads, cpus = _compute(config, topology)
-    footprint = model_footprint(model, name=config.model.model, dtype=dtype)
+    scheme = weight_scheme(quantization) if quantization is not None else None
+    footprint = model_footprint(model, name=config.model.model, dtype=dtype, scheme=scheme)
     asked = config.model.max_model_len
     if asked is not None and asked > model.max_position_embeddings:
         raise ValueError(
@@ -260,6 +266,22 @@ def _check_kv_format(cache: CacheOptions, dtype: NumberFormat) -> None:
         raise ValueError(
             f"kv_cache_dtype={asked!r} is not available: this version stores KV in the model's dtype; "
             f"use auto or {dtype.name}"
+        )
+
+
+def _check_quantization(asked: str, model: ModelConfig, dtype: NumberFormat) -> None:
+    """Refuse to quantise what is quantised already, or where nothing multiplies the result."""
+    if model.quantization is not None:
+        raise ValueError(
+            f"quantization={asked!r}: the checkpoint is quantised already ({model.quantization.scheme.kind}); leave "
+            "quantization out, or use the bf16 weights"
+        )
+    if dtype.name != "bfloat16":
+        raise ValueError(f"quantization={asked!r} computes in bfloat16, not in {dtype.name}; use --dtype bfloat16")
+    if not can_pack(dtype.torch_dtype, torch.device("cpu")):
+        raise ValueError(
+            f"quantization={asked!r} needs the native kernels, which are not used here: {outcome().why}; see "
+            "`moewe doctor`, or leave quantization out"
         )
 
 

@@ -24,10 +24,11 @@ from ..models.decoder import Decoder, ForwardBatch
 from ..models.families import load_config
 from ..models.footprint import cache_groups, kv_groups
 from ..models.loading import LoadOptions, load_weights
+from ..models.weights import bytes_by_kind
 from ..moe.wide_ep.exchange import Exchange
 from ..moe.wide_ep.placement import ExpertPlacement
 from ..native.library import set_threads
-from ..quant import can_pack, parse_format
+from ..quant import can_pack, parse_format, weight_scheme
 from ..telemetry import RankCounters, RankProgress
 from .config import EngineConfig
 from .kv_layout import kv_layout, step_limits
@@ -143,6 +144,7 @@ class Worker:
                 seed=options.seed,
                 num_threads=torch.get_num_threads(),
                 pack=native,
+                scheme=weight_scheme(options.quantization) if options.quantization else None,
             ),
             on_progress=self._on_loading,
         )
@@ -160,6 +162,7 @@ class Worker:
             num_blocks=blocks_that_fit(self.config, self.model_config, self.number_format, self.device),
             weight_bytes=report.bytes_held,
             weight_bytes_read=report.bytes_read,
+            weight_kinds=bytes_by_kind(report.weights),
             pid=os.getpid(),
         )
 

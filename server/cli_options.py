@@ -73,6 +73,8 @@ ENGINE_FLAGS = (
     _engine("tokenizer", "text", MODEL, "Folder or hub id of another tokenizer.", aliases=("--tokenizer-path",)),
     _engine("revision", "text", MODEL, "Branch, tag or commit of the model on the hub."),
     _engine("dtype", "text", MODEL, "auto, bfloat16, float16 or float32.", default="auto, the checkpoint's"),
+    _engine("quantization", "text", MODEL, "int8 or int4: quantise a bf16, fp16 or fp32 checkpoint while it is loaded.",
+            default="none"),
     _engine("load-format", "text", MODEL, "auto, safetensors, or dummy: random weights from config.json alone.",
             default="auto"),
     _engine("max-model-len", "int", MODEL, "Longest prompt and output together, in tokens.",

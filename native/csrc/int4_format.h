@@ -1,8 +1,9 @@
-// Weights in int4 with a scale for each group of inputs and output, rows in int8 with a scale each: a format of gemm.h.
+// Weights in int4 with a scale for each group of inputs and output, rows in int8 with one for each group: a format of
+// gemm.h.
 //
-// Not a quantiser of weights (quantize.h). A group's products are summed exactly; the sum of group g, as f32, times its
-// scale is added to those before it, in this order for any number of rows, and what comes out is multiplied with the
-// scale of the row. So all paths give the same bits: few rows decode weights on the way, many decode a column tile once.
+// Not a quantiser of weights (quantize.h). A group's products are summed exactly; the sum, as f32, times (scale of the
+// weights times scale of the row) is added to those before it, in this order for any number of rows. So all paths give
+// the same bits: few rows decode weights on the way, many decode a column tile once.
 //
 // A number is its four bits without sign less the group's zero point, or less 8 where there are none. 32 inputs of a
 // column tile are a chunk of 256 bytes: [4][16 columns][4], low nibbles are inputs 4i to 4i + 3 of it for i < 4, high
@@ -29,7 +30,7 @@ struct Int4 {
   // Tiles of bytes. Two groups of 32 would share one: there each has a tile, whose other half is zero.
   struct Panel {
     int8_t* tiles;   // [row tiles][num_tiles][16][64]
-    float* scales;   // [row tiles][16]
+    float* scales;   // [row tiles][groups][16]
     int32_t* sums;   // [row tiles][groups][16] what a group's elements sum to, times -8 where there are no zero points
     int64_t num_tiles, groups;
     int32_t group;
@@ -51,7 +52,7 @@ struct Int4 {
 
   static int64_t panel_bytes(int64_t row_tiles, int64_t k) {
     const int64_t chunks = whole(k, 128) * 4;
-    return row_tiles * (chunks * (kByteTile + kRows * 4) + kRows * 4);
+    return row_tiles * chunks * (kByteTile + kRows * 8);
   }
   static int64_t column_tile_bytes(int64_t k) { return whole(k, kChunk) * (kChunkBytes + kColumns * 2); }
   static Panel panel(void* memory, int64_t row_tiles, const Matrix& matrix) {
@@ -59,7 +60,7 @@ struct Int4 {
     const int64_t tiles = groups * std::max<int64_t>(1, matrix.group / kByteDepth);
     auto* bytes = static_cast<int8_t*>(memory);
     auto* scales = reinterpret_cast<float*>(bytes + row_tiles * tiles * kByteTile);
-    auto* sums = reinterpret_cast<int32_t*>(scales + row_tiles * kRows);
+    auto* sums = reinterpret_cast<int32_t*>(scales + row_tiles * groups * kRows);
     return {bytes, scales, sums, tiles, groups, matrix.group, matrix.zeros != nullptr};
   }
   static Weights weights(const Matrix& matrix, int64_t number, int64_t tiles) {
@@ -72,23 +73,19 @@ struct Int4 {
 
   template <class RowAt>
   static void prepare(const Panel& panel, int64_t tile, int rows, int64_t k, RowAt&& row_at) {
-    int8_t* to = panel.tile(tile);
-    const int64_t chunks = panel.groups * (panel.group / kChunk);
+    const int64_t group = panel.group, chunks = group / kChunk;
     for (int r = 0; r < rows; ++r) {
-      int8_t* row = to + r * kByteDepth;
-      const auto byte = [&](int64_t i) { return row + panel.chunk(i / kChunk) + i % kChunk; };
-      panel.scales[tile * kRows + r] = quantize_row(row_at(r), k, byte);
-      for (int64_t i = whole(k, 16) * 16; i < chunks * kChunk; i += 16) std::memset(byte(i), 0, 16);
+      const bf16* from = row_at(r);
+      int8_t* row = panel.tile(tile) + r * kByteDepth;
       for (int64_t g = 0; g < panel.groups; ++g) {
+        const int64_t n = std::min(group, k - g * group), at = (tile * panel.groups + g) * kRows + r;
+        const auto byte = [&](int64_t i) { return row + panel.chunk(g * chunks + i / kChunk) + i % kChunk; };
+        for (int64_t i = n / kChunk; i < chunks; ++i) std::memset(byte(i * kChunk), 0, kChunk);
+        if (group == kChunk) std::memset(row + g * kByteTile + (g + 1) % 2 * kChunk, 0, kChunk);
+        panel.scales[at] = quantize_row(from + g * group, n, byte);
         int32_t sum = 0;
-        if (panel.group == kChunk) {
-          std::memset(row + g * kByteTile + (g + 1) % 2 * kChunk, 0, kChunk);
-          sum = sum_bytes(row + panel.chunk(g), kChunk);
-        } else {
-          const int64_t wide = panel.group / kByteDepth;
-          for (int64_t i = 0; i < wide; ++i) sum += sum_bytes(row + (g * wide + i) * kByteTile, kByteDepth);
-        }
-        panel.sums[(tile * panel.groups + g) * kRows + r] = panel.has_zeros ? -sum : -8 * sum;
+        for (int64_t i = 0; i < chunks; ++i) sum += sum_bytes(byte(i * kChunk), kChunk);
+        panel.sums[at] = panel.has_zeros ? -sum : -8 * sum;
       }
     }
   }
@@ -135,6 +132,7 @@ struct Int4 {
     const uint8_t* zeros = weights.zeros ? weights.zeros + first : nullptr;
     const int8_t* rows = panel.tile(tile) + r * kByteDepth;
     const int32_t* offsets = panel.sums + tile * weights.groups * kRows + r;
+    const float* row_scales = panel.scales + tile * weights.groups * kRows + r;
     const int chunks = weights.group / kChunk;
     f32x16 sums[R];
     for (int i = 0; i < R; ++i) sums[i] = f32x16::zero();
@@ -159,10 +157,10 @@ struct Int4 {
         }
       }
       const f32x16 scale = f32x16::load(scales + g * kColumns);
-      for (int i = 0; i < R; ++i) sums[i] = fma(whole_sums[i].to_float(), scale, sums[i]);
+      for (int i = 0; i < R; ++i)
+        sums[i] = fma(whole_sums[i].to_float(), scale * f32x16(row_scales[g * kRows + i]), sums[i]);
     }
-    const float* row_scales = panel.scales + tile * kRows + r;
-    for (int i = 0; i < R; ++i) (sums[i] * f32x16(row_scales[i])).store(results + (r + i) * kColumns);
+    for (int i = 0; i < R; ++i) sums[i].store(results + (r + i) * kColumns);
     return r + R;
   }
   static constexpr int kAhead = 2048;  // bytes of weights
@@ -208,6 +206,7 @@ struct Int4 {
     const int8_t* rows = panel.tile(tile);
     const int8_t* decoded = columns.decoded + n * column_tiles * kByteTile;
     const bf16* scales = weights.scales + (columns.tile + n) * groups * kColumns;
+    const float* row_scales = panel.scales + tile * groups * kRows;
     alignas(64) int32_t products[2][2][kResults];
     f32x16 sums[kRows];
     for (int r = 0; r < kRows; ++r) sums[r] = f32x16::zero();
@@ -219,11 +218,10 @@ struct Int4 {
     multiply_pair(0);
     for (int64_t g = 0; g < groups; g += 2) {
       multiply_pair(g + 2);
-      add_group(products[g / 2 % 2][0], scales + g * kColumns, sums);
-      if (g + 1 < groups) add_group(products[g / 2 % 2][1], scales + (g + 1) * kColumns, sums);
+      for (int64_t i = g; i < std::min(groups, g + 2); ++i)
+        add_group(products[g / 2 % 2][i - g], scales + i * kColumns, row_scales + i * kRows, sums);
     }
-    for (int r = 0; r < kRows; ++r)
-      (sums[r] * f32x16(panel.scales[tile * kRows + r])).store(results + r * kColumns);
+    for (int r = 0; r < kRows; ++r) sums[r].store(results + r * kColumns);
   }
 
   // Two groups of 32 in one tile of weights: rows are zero where the other one stands. An odd last group reads what
@@ -260,10 +258,13 @@ struct Int4 {
     _tile_stored(3, products[1], 64);
   }
 
-  static void add_group(const int32_t* products, const bf16* scales, f32x16* sums) {
+  static void add_group(const int32_t* products, const bf16* scales, const float* row_scales, f32x16* sums) {
     const f32x16 scale = f32x16::load(scales);
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) sums[r] = fma(i32x16::load(products + r * kColumns).to_float(), scale, sums[r]);
+    for (int r = 0; r < kRows; ++r) {
+      const f32x16 product = i32x16::load(products + r * kColumns).to_float();
+      sums[r] = fma(product, scale * f32x16(row_scales[r]), sums[r]);
+    }
   }
 #endif
 };

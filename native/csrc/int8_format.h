@@ -1,7 +1,8 @@
-// Weights in int8 with a scale for each output, rows in int8 with a scale each: a format of gemm.h.
+// Weights in int8 with a scale for each output, rows in int8 with a scale for each 64 inputs: a format of gemm.h.
 //
-// Not a quantiser of weights (quantize.h). A result is the exact sum of whole products, as f32, times (scale of the row
-// times scale of the column): the same bits for any instructions, threads and neighbours.
+// Not a quantiser of weights (quantize.h). The products of 64 inputs are summed exactly; the sum, as f32, times the
+// row's scale there is added to those before it, in this order, and what comes out is multiplied with the scale of the
+// output. So few rows (by vectors) and many (by tiles) have the same bits, with any instructions, threads and neighbours.
 // Weights: [column tiles][K / 64][16 quads][16 columns][4] int8; scales f32 [column tiles][16].
 #pragma once
 
@@ -13,10 +14,10 @@ namespace moewe {
 struct Int8 {
   static constexpr bool kTakesRowsWhole = true;
 
-  // Tiles [row tiles][K / 64][16][64] int8, and a scale for each row.
   struct Panel {
-    int8_t* tiles;
-    float* scales;
+    int8_t* tiles;   // [row tiles][K / 64][16][64]
+    float* scales;   // [row tiles][K / 64][16]
+    int32_t* sums;   // the same: where `kBiased`, what is to be added to a sum of products
     int64_t depth;
     int8_t* tile(int64_t i) const { return tiles + i * depth * kByteTile; }
   };
@@ -27,14 +28,13 @@ struct Int8 {
   };
 
   static int64_t depth(int64_t k) { return whole(k, kByteDepth); }
-  static int64_t panel_bytes(int64_t row_tiles, int64_t k) {
-    return row_tiles * (depth(k) * kByteTile + kRows * static_cast<int64_t>(sizeof(float)));
-  }
+  static int64_t panel_bytes(int64_t row_tiles, int64_t k) { return row_tiles * depth(k) * (kByteTile + kRows * 8); }
   static int64_t column_tile_bytes(int64_t k) { return depth(k) * kByteTile; }
   static Panel panel(void* memory, int64_t row_tiles, const Matrix& matrix) {
     const int64_t k = depth(matrix.columns);
     auto* tiles = static_cast<int8_t*>(memory);
-    return {tiles, reinterpret_cast<float*>(tiles + row_tiles * k * kByteTile), k};
+    auto* scales = reinterpret_cast<float*>(tiles + row_tiles * k * kByteTile);
+    return {tiles, scales, reinterpret_cast<int32_t*>(scales + row_tiles * k * kRows), k};
   }
 
   static Weights weights(const Matrix& matrix, int64_t number, int64_t tiles) {
@@ -45,11 +45,15 @@ struct Int8 {
 
   template <class RowAt>
   static void prepare(const Panel& panel, int64_t tile, int rows, int64_t k, RowAt&& row_at) {
-    int8_t* to = panel.tile(tile);
     for (int r = 0; r < rows; ++r) {
-      const auto byte = [&](int64_t i) { return to + i / kByteDepth * kByteTile + r * kByteDepth + i % kByteDepth; };
-      panel.scales[tile * kRows + r] = quantize_row(row_at(r), k, byte);
-      for (int64_t i = whole(k, 16) * 16; i < panel.depth * kByteDepth; i += 16) std::memset(byte(i), 0, 16);
+      const bf16* row = row_at(r);
+      for (int64_t i = 0; i < panel.depth; ++i) {
+        int8_t* to = panel.tile(tile) + i * kByteTile + r * kByteDepth;
+        const int64_t n = std::min<int64_t>(kByteDepth, k - i * kByteDepth), at = (tile * panel.depth + i) * kRows + r;
+        if (n < kByteDepth) std::memset(to, 0, kByteDepth);
+        panel.scales[at] = quantize_row(row + i * kByteDepth, n, [&](int64_t element) { return to + element; });
+        if (kBiased) panel.sums[at] = -128 * sum_bytes(to, kByteDepth);
+      }
     }
   }
 
@@ -63,18 +67,92 @@ struct Int8 {
 
   template <int MT, int NT>
   static void multiply(const Panel& panel, int64_t tile, const Columns& columns, float* results, int rows) {
-    alignas(64) int32_t sums[MT * NT * kResults];
-    const int64_t stride = panel.depth * kByteTile;
-    multiply_bytes<MT, NT>(panel.tile(tile), stride, columns.tiles, stride, panel.depth, sums, rows);
-    for (int n = 0; n < NT; ++n) {
-      const f32x16 scales = f32x16::load(columns.scales + n * kColumns);
-      for (int r = 0; r < rows; ++r) {
-        const int at = (n * MT + r / kRows) * kResults + r % kRows * kColumns;
-        const f32x16 scale = f32x16(panel.scales[tile * kRows + r]) * scales;
-        (i32x16::load(sums + at).to_float() * scale).store(results + at);
+    for (int n = 0; n < NT; ++n)
+      for (int m = 0; m < MT; ++m) {
+        const int8_t* weights = columns.tiles + n * panel.depth * kByteTile;
+        const f32x16 scales = f32x16::load(columns.scales + n * kColumns);
+        float* to = results + (n * MT + m) * kResults;
+        const int here = std::min(kRows, rows - m * kRows);
+#if MOEWE_AMX
+        if (here > kRows / 2) {  // from here on tiles are faster
+          multiply_tiles(panel, tile + m, weights, scales, to);
+          continue;
+        }
+#endif
+        for (int r = 0; r < here;) {
+          const int left = here - r;
+          if (left >= 8) r = multiply_rows<8>(panel, tile + m, r, weights, scales, to);
+          else if (left >= 4) r = multiply_rows<4>(panel, tile + m, r, weights, scales, to);
+          else if (left >= 2) r = multiply_rows<2>(panel, tile + m, r, weights, scales, to);
+          else r = multiply_rows<1>(panel, tile + m, r, weights, scales, to);
+        }
       }
-    }
   }
+
+ private:
+  // Rows [r, r + R) times one column tile; returns r + R.
+  template <int R>
+  static int multiply_rows(const Panel& panel, int64_t tile, int r, const int8_t* weights, f32x16 scales,
+                           float* results) {
+    const int8_t* rows = panel.tile(tile) + r * kByteDepth;
+    const float* row_scales = panel.scales + tile * panel.depth * kRows + r;
+    const int32_t* offsets = panel.sums + tile * panel.depth * kRows + r;
+    f32x16 sums[R];
+    for (int i = 0; i < R; ++i) sums[i] = f32x16::zero();
+    for (int64_t k = 0; k < panel.depth; ++k, weights += kByteTile, rows += kByteTile) {
+      i32x16 products[R];
+      for (int i = 0; i < R; ++i) products[i] = i32x16::all(kBiased ? offsets[k * kRows + i] : 0);
+      for (int quad = 0; quad < 16; ++quad) {
+        _mm_prefetch(reinterpret_cast<const char*>(weights + kAhead + quad * 64), _MM_HINT_T0);
+        const Bytes bytes = Bytes::load(weights + quad * 64);
+        for (int i = 0; i < R; ++i)
+          products[i] = dot_signed(products[i], bytes, quad_at(rows + i * kByteDepth + quad * 4));
+      }
+      for (int i = 0; i < R; ++i) sums[i] = fma(products[i].to_float(), f32x16(row_scales[k * kRows + i]), sums[i]);
+    }
+    for (int i = 0; i < R; ++i) (sums[i] * scales).store(results + (r + i) * kColumns);
+    return r + R;
+  }
+  static constexpr int kAhead = 4096;  // bytes of weights
+
+#if MOEWE_AMX
+  // A row tile times a column tile, two tiles of K at a time, so that a pair is summed while the next is multiplied.
+  static void multiply_tiles(const Panel& panel, int64_t tile, const int8_t* weights, f32x16 scales, float* results) {
+    const int8_t* rows = panel.tile(tile);
+    const float* row_scales = panel.scales + tile * panel.depth * kRows;
+    alignas(64) int32_t products[2][2][kResults];
+    f32x16 sums[kRows];
+    for (int r = 0; r < kRows; ++r) sums[r] = f32x16::zero();
+    const auto multiply_pair = [&](int64_t k) {
+      if (k >= panel.depth) return;
+      _tile_zero(0);
+      _tile_loadd(4, rows + k * kByteTile, 64);
+      _tile_loadd(6, weights + k * kByteTile, 64);
+      _tile_dpbssd(0, 4, 6);
+      _tile_stored(0, products[k / 2 % 2][0], 64);
+      if (k + 1 >= panel.depth) return;
+      _tile_zero(1);
+      _tile_loadd(5, rows + (k + 1) * kByteTile, 64);
+      _tile_loadd(7, weights + (k + 1) * kByteTile, 64);
+      _tile_dpbssd(1, 5, 7);
+      _tile_stored(1, products[k / 2 % 2][1], 64);
+    };
+    const auto add = [&](int64_t k) {
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const f32x16 product = i32x16::load(products[k / 2 % 2][k % 2] + r * kColumns).to_float();
+        sums[r] = fma(product, f32x16(row_scales[k * kRows + r]), sums[r]);
+      }
+    };
+    multiply_pair(0);
+    for (int64_t k = 0; k < panel.depth; k += 2) {
+      multiply_pair(k + 2);
+      add(k);
+      if (k + 1 < panel.depth) add(k + 1);
+    }
+    for (int r = 0; r < kRows; ++r) (sums[r] * scales).store(results + r * kColumns);
+  }
+#endif
 };
 
 }  // namespace moewe

@@ -1,7 +1,6 @@
-// Products of whole numbers: int8 tiles on AMX, and the dot products of four bytes that AVX-512 and AVX2 make.
+// Whole numbers in vectors: the dot products of four bytes that AVX-512 and AVX2 make, and rows as bytes with a scale.
 //
-// Not a matrix product and no scales. Sums of whole numbers are exact, so every path gives the same bits in any order;
-// K is at most kMostDepth, or a sum might not fit.
+// Not a matrix product. Sums of whole numbers are exact, so every path gives the same bits, tiles of AMX included.
 //
 // A tile of activations is [16 rows][64] int8; of weights [16 quads of K][16 columns][4] int8; both 1 KiB. A tile of
 // results is [16 rows][16 columns] int32.
@@ -13,7 +12,6 @@ namespace moewe {
 
 constexpr int kByteDepth = 64;     // elements of K in a tile of bytes
 constexpr int kByteTile = 1024;    // bytes of such a tile
-constexpr int64_t kMostDepth = 1 << 17;  // times 127 * 127 is less than 2^31
 
 #if defined(__AVX512F__)
 
@@ -52,13 +50,22 @@ inline i32x16 dot_nibbles(i32x16 sum, Bytes nibbles, int32_t quad) {
 #endif
 }
 
-// The same for signed bytes.
+// The same for signed bytes. Where `kBiased`, 128 times the sum of all quads is to be taken off what comes out.
+#if defined(__AVX512VNNI__)
+constexpr bool kBiased = true;  // the instruction takes one side without sign: 128 is added to it
+inline i32x16 dot_signed(i32x16 sum, Bytes bytes, int32_t quad) {
+  const __m512i without_sign = _mm512_sub_epi8(bytes.v, _mm512_set1_epi8(-128));
+  return {_mm512_dpbusd_epi32(sum.v, without_sign, _mm512_set1_epi32(quad))};
+}
+#else
+constexpr bool kBiased = false;
 inline i32x16 dot_signed(i32x16 sum, Bytes bytes, int32_t quad) {
   const __m512i four = _mm512_set1_epi32(quad);
   const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(bytes.v, 8), 8), odd = _mm512_srai_epi16(bytes.v, 8);
   const __m512i a = _mm512_srai_epi16(_mm512_slli_epi16(four, 8), 8), b = _mm512_srai_epi16(four, 8);
   return {_mm512_add_epi32(sum.v, _mm512_add_epi32(_mm512_madd_epi16(even, a), _mm512_madd_epi16(odd, b)))};
 }
+#endif
 
 // Sixteen numbers, rounded to nearest and cut to what a byte holds.
 inline void store_bytes(f32x16 values, int8_t* to) {
@@ -121,6 +128,7 @@ inline i32x16 dot_nibbles(i32x16 sum, Bytes nibbles, int32_t quad) {
           _mm256_add_epi32(sum.hi, _mm256_madd_epi16(_mm256_maddubs_epi16(nibbles.hi, four), one))};
 }
 
+constexpr bool kBiased = false;
 inline i32x16 dot_signed(i32x16 sum, Bytes bytes, int32_t quad) {
   const __m256i four = _mm256_set1_epi32(quad);
   const __m256i a = _mm256_srai_epi16(_mm256_slli_epi16(four, 8), 8), b = _mm256_srai_epi16(four, 8);
@@ -168,10 +176,10 @@ inline float largest_magnitude(const bf16* from, int64_t n) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
     best = _mm256_max_epu16(best, _mm256_and_si256(bits, mask));
   }
-  alignas(32) uint16_t each[16];
-  _mm256_store_si256(reinterpret_cast<__m256i*>(each), best);
-  uint16_t largest = 0;
-  for (const uint16_t one : each) largest = one > largest ? one : largest;
+  // The instruction finds the smallest of eight.
+  const __m128i half = _mm_max_epu16(_mm256_castsi256_si128(best), _mm256_extracti128_si256(best, 1));
+  const __m128i least = _mm_minpos_epu16(_mm_xor_si128(half, _mm_set1_epi16(-1)));
+  auto largest = static_cast<uint16_t>(~_mm_cvtsi128_si32(least));
   for (; i < n; ++i) {
     const uint16_t one = from[i] & 0x7fff;
     largest = one > largest ? one : largest;
@@ -191,94 +199,5 @@ inline float quantize_row(const bf16* from, int64_t n, ByteAt&& byte) {
   if (i < n) store_bytes(f32x16::load(from + i, static_cast<int>(n - i)) * factor, byte(i));
   return largest <= 1e-30f ? 0.0f : scale;  // NaN is not
 }
-
-#if MOEWE_AMX
-
-// As `multiply` of tiles.h, over tiles of bytes; strides and positions count bytes.
-template <int MT, int NT>
-inline void multiply_bytes(const int8_t* a, int64_t a_stride, const int8_t* b, int64_t b_stride, int64_t depth,
-                           int32_t* c, int /*rows*/) {
-  static_assert(MT >= 1 && MT <= 2 && NT >= 1 && NT <= 2);
-  _tile_zero(0);
-  if constexpr (NT == 2) _tile_zero(1);
-  if constexpr (MT == 2) _tile_zero(2);
-  if constexpr (MT == 2 && NT == 2) _tile_zero(3);
-  for (int64_t k = 0; k < depth; ++k) {
-    _mm_prefetch(reinterpret_cast<const char*>(b + (k + 8) * kByteTile), _MM_HINT_T0);
-    _tile_loadd(4, a + k * kByteTile, 64);
-    _tile_loadd(6, b + k * kByteTile, 64);
-    _tile_dpbssd(0, 4, 6);
-    if constexpr (NT == 2) {
-      _tile_loadd(7, b + b_stride + k * kByteTile, 64);
-      _tile_dpbssd(1, 4, 7);
-    }
-    if constexpr (MT == 2) {
-      _tile_loadd(5, a + a_stride + k * kByteTile, 64);
-      _tile_dpbssd(2, 5, 6);
-      if constexpr (NT == 2) _tile_dpbssd(3, 5, 7);
-    }
-  }
-  _tile_stored(0, c, 64);
-  if constexpr (NT == 2) _tile_stored(1, c + MT * kResults, 64);
-  if constexpr (MT == 2) _tile_stored(2, c + kResults, 64);
-  if constexpr (MT == 2 && NT == 2) _tile_stored(3, c + MT * kResults + kResults, 64);
-}
-
-#else
-
-namespace detail {
-
-// R rows at once, so that each load of weights serves all of them.
-template <int R>
-inline void multiply_byte_rows(const int8_t* a, const int8_t* b, int64_t depth, int32_t* c) {
-  i32x16 sums[R];
-#if defined(__AVX512VNNI__)
-  // That instruction takes one side without sign: 128 is added to the weights, and comes off again with the row's sum.
-  const Bytes bias = Bytes::all(128);
-  for (int r = 0; r < R; ++r) {
-    int32_t sum = 0;
-    for (int64_t k = 0; k < depth; ++k) sum += sum_bytes(a + k * kByteTile + r * kByteDepth, kByteDepth);
-    sums[r] = i32x16::all(-128 * sum);
-  }
-#else
-  for (int r = 0; r < R; ++r) sums[r] = i32x16::all(0);
-#endif
-  for (int64_t k = 0; k < depth; ++k)
-    for (int quad = 0; quad < 16; ++quad) {
-      Bytes weights = Bytes::load(b + k * kByteTile + quad * 64);
-#if defined(__AVX512VNNI__)
-      weights = weights - bias;  // as numbers without sign, plus 128
-#endif
-      for (int r = 0; r < R; ++r) {
-        const int32_t four = quad_at(a + k * kByteTile + r * kByteDepth + quad * 4);
-#if defined(__AVX512VNNI__)
-        sums[r].v = _mm512_dpbusd_epi32(sums[r].v, weights.v, _mm512_set1_epi32(four));
-#else
-        sums[r] = dot_signed(sums[r], weights, four);
-#endif
-      }
-    }
-  for (int r = 0; r < R; ++r) sums[r].store(c + r * kColumns);
-}
-
-}  // namespace detail
-
-template <int MT, int NT>
-inline void multiply_bytes(const int8_t* a, int64_t a_stride, const int8_t* b, int64_t b_stride, int64_t depth,
-                           int32_t* c, int rows) {
-  for (int n = 0; n < NT; ++n)
-    for (int m = 0; m < MT; ++m) {
-      const int here = rows - m * kRows < kRows ? rows - m * kRows : kRows;
-      const int8_t* from = a + m * a_stride;
-      int32_t* to = c + (n * MT + m) * kResults;
-      int r = 0;
-      for (; r + 4 <= here; r += 4)
-        detail::multiply_byte_rows<4>(from + r * kByteDepth, b + n * b_stride, depth, to + r * kColumns);
-      for (; r < here; ++r)
-        detail::multiply_byte_rows<1>(from + r * kByteDepth, b + n * b_stride, depth, to + r * kColumns);
-    }
-}
-
-#endif
 
 }  // namespace moewe

@@ -93,6 +93,9 @@ class ReplicaMetrics:
                 labels = (replica, str(rank))
                 yield "moewe_weight_bytes", labels, held
                 yield "moewe_memory_bandwidth_ceiling_bytes_per_second", labels, self.ceiling(rank)
+            for rank, kinds in enumerate(self.ready.weight_kinds):
+                for name, held in kinds.items():
+                    yield "moewe_weight_kind_bytes", (replica, str(rank), *name.split("/")), held
         for stats, counters in zip(self.ranks, self.counters):
             yield from self._rank_samples(stats, counters)
         ratios = self.saturation()

@@ -3,7 +3,7 @@
 Not the values (runtime/metrics/export.py). Names follow Prometheus: base units, `moewe_` in front, counters with
 `_total` at the end.
 `phase` is the kind of a step over all ranks of its group, so a rank without rows counts the step too.
-Labels are bounded: replicas, ranks, the four phases, the seven components; never layers or experts.
+Labels are bounded: replicas, ranks, the four phases, the seven components, kinds and formats; never layers or experts.
 """
 
 from __future__ import annotations
@@ -123,6 +123,13 @@ METRICS: tuple[Metric, ...] = (
         "measured in a cache: the saturation ratio then says nothing about memory.",
     ),
     Metric("moewe_weight_bytes", "gauge", _RANK, "bytes", "Weights that the rank holds."),
+    Metric(
+        "moewe_weight_kind_bytes",
+        "gauge",
+        (*_RANK, "kind", "format"),
+        "bytes",
+        "The same by `kind` (attention, routed, shared, dense, embedding, head) and number `format`, scales included.",
+    ),
     Metric(
         "moewe_peak_memory_bytes",
         "gauge",

@@ -36,6 +36,7 @@ def ready() -> Ready:
     return Ready(
         num_blocks=12, block_size=16, max_model_len=64, max_num_seqs=4, memory_bandwidth=(6_000.0, 3_000.0),
         weight_bytes=(10, 20), weight_bytes_read=(10, 20), pids=(1, 2),
+        weight_kinds=({"routed/int4": 10}, {"routed/int4": 5, "head/int8": 15}),
     )  # fmt: skip
 
 
@@ -89,6 +90,8 @@ def test_ranks_are_exported_without_layers_or_experts() -> None:
     assert values["moewe_requests_running", (("replica", "0"),)] == 2
     assert values["moewe_preemptions_total", (("replica", "0"),)] == 4
     assert values["moewe_weight_bytes", rank1] == 20
+    head = tuple(sorted([*rank1, ("kind", "head"), ("format", "int8")]))
+    assert values["moewe_weight_kind_bytes", head] == 15
     assert not any(label in ("layer", "expert") for _, labels in values for label, _ in labels)
 
 
