@@ -66,6 +66,8 @@ def quantized_rows_reference(rows: torch.Tensor, group: int) -> torch.Tensor:
     The scale of `group` elements that follow each other is their largest magnitude over 127, and a number becomes the
     nearest whole one to it times 127 over the largest magnitude, both in fp32.
     """
+    if not len(rows):
+        return rows.double()
     return torch.cat([torch.stack([_scaled(row) for row in part]) for part in rows.float().split(group, dim=1)], dim=1)
 
 

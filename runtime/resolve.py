@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-import torch
 
 from ..models.config import ModelConfig
 from ..models.families import load_config, unread_fields
 from ..models.footprint import model_footprint
 from ..models.loading import check_weights
 from ..native.library import outcome
-from ..quant import NumberFormat, can_pack, parse_format, weight_scheme
+from ..quant import NumberFormat, parse_format, weight_scheme
 from ..text import check_tokenizer_files
 from ..topologies import (
     ByteBudget,
@@ -278,7 +277,7 @@ def _check_quantization(asked: str, model: ModelConfig, dtype: NumberFormat) -> 
         )
     if dtype.name != "bfloat16":
         raise ValueError(f"quantization={asked!r} computes in bfloat16, not in {dtype.name}; use --dtype bfloat16")
-    if not can_pack(dtype.torch_dtype, torch.device("cpu")):
+    if outcome().library is None:
         raise ValueError(
             f"quantization={asked!r} needs the native kernels, which are not used here: {outcome().why}; see "
             "`moewe doctor`, or leave quantization out"

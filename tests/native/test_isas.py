@@ -7,7 +7,13 @@ import pytest
 from moewe.native.cpu import ISAS
 from tests.support.native import needs_native, run_tests_on
 
-FILES = ("tests/quant/test_packed.py", "tests/moe/test_native_experts.py")
+FILES = (
+    "tests/quant/test_packed.py",
+    "tests/quant/test_quantize.py",
+    "tests/quant/test_quantized_products.py",
+    "tests/moe/test_native_experts.py",
+    "tests/moe/test_quantized_experts.py",
+)
 
 
 @needs_native

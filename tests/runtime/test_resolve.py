@@ -6,6 +6,7 @@ import msgspec
 import pytest
 import torch
 
+from moewe.native.library import Outcome
 from moewe.quant import parse_format
 from moewe.runtime import resolve as resolve_module
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
@@ -20,6 +21,8 @@ from moewe.runtime.start_up import check_blocks, stall_limits
 from moewe.topologies import KVGroup, StepLimits
 from tests.support.chain import FIRST_ID, chain
 from tests.support.fixtures import checkpoint, copy_checkpoint, drop_tensors
+from tests.support.native import needs_native
+from tests.support.quantised import mxfp4_checkpoint
 
 
 @pytest.fixture
@@ -65,6 +68,35 @@ def block_bytes(budget):
 def test_resolving_twice_changes_nothing(host):
     first = resolve(config())
     assert resolve(first.config).config == first.config
+
+
+@needs_native
+def test_quantised_weights_are_weighed_as_such(host):
+    plain, path = {"dtype": "bfloat16"}, str(checkpoint("T-MIX"))
+    whole = resolve(config("EP1DP1", model={"path": path, **plain}))
+    for name in ("int8", "int4"):
+        found = resolve(config("EP1DP1", model={"path": path, "quantization": name, **plain}))
+        assert found.footprint.expert_bytes < whole.footprint.expert_bytes
+        assert found.footprint.embedding_bytes == whole.footprint.embedding_bytes
+        assert found.config.model.quantization == name
+
+
+def test_what_cannot_be_quantised_is_refused(host, monkeypatch):
+    def refused(**model):
+        with pytest.raises(ValueError, match="quantization=") as caught:
+            resolve(config("EP1DP1", model=model))
+        return str(caught.value)
+
+    assert "computes in bfloat16, not in float32; use --dtype bfloat16" in refused(quantization="int8")
+    assert "use int8 or int4" in refused(quantization="awq")
+    stored, _ = mxfp4_checkpoint("T-GOS", intermediate_size=64)
+    fix = "quantised already (mxfp4); leave quantization out"
+    assert fix in refused(path=str(stored), quantization="int4", dtype="bfloat16")
+    with pytest.raises(ValueError, match="for a CPU only"):
+        resolve(config("EP1DP1", model={"quantization": "int8"}, parallel={"device": "cuda"}))
+    monkeypatch.setattr(resolve_module, "outcome", lambda: Outcome(None, None, "MOEWE_NATIVE=0"))
+    why = refused(quantization="int8", dtype="bfloat16")
+    assert "needs the native kernels, which are not used here: MOEWE_NATIVE=0; see `moewe doctor`" in why
 
 
 def test_little_memory_lowers_the_length(host):

@@ -25,6 +25,7 @@ class Setup:
         num_blocks: of cache groups that keep whole sequences.
         window_blocks: most blocks of cache groups with a window or chunks; None leaves them what `kv_layout` gives.
         max_chunk_tokens: bounds one prompt's share of a step; None leaves it to `max_num_batched_tokens`.
+        quantization: of weights, at load.
         depth: steps in flight.
         keep_logits: record the logits of every row.
         eos_token_ids: end tokens; None takes the model's.
@@ -39,6 +40,7 @@ class Setup:
     max_chunk_tokens: int | None = None
     max_model_len: int | None = None
     dtype: str = "float32"
+    quantization: str | None = None
     load_format: str = "auto"
     policy: str = "fcfs"
     depth: int = 2
@@ -52,6 +54,7 @@ class Setup:
                 model=checkpoint.name,
                 path=str(checkpoint),
                 dtype=self.dtype,
+                quantization=self.quantization,
                 load_format=self.load_format,
                 max_model_len=self.max_model_len,
             ),

@@ -1,0 +1,96 @@
+"""Experts with int8 and int4 weights: against plain arithmetic, and bit by bit against themselves in other company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moewe.moe.experts import grouped_ffn
+from moewe.moe.gated import SILU, Activation, ExpertWeights
+from moewe.quant import PackedTensor, WeightScheme, quantize, weight_scheme
+from moewe.quant.reference import quantized_rows_reference
+from tests.support.native import needs_native, team_of
+from tests.support.numerics import assert_near, assert_same
+
+pytestmark = needs_native
+
+CLAMPED = Activation(kind="clamped", alpha=1.5, limit=0.75)
+COUNTS = {
+    "some_empty": [0, 5, 0, 2],
+    "one_gets_all": [0, 0, 101, 0],
+    "whole_and_begun_tiles": [16, 17, 32, 33],
+    "one_row": [0, 0, 0, 1],
+    "nothing": [0, 0, 0, 0],
+}
+SCHEMES = [weight_scheme("int8"), *(weight_scheme("int4", group=group) for group in (32, 64, 128))]
+counts_of = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
+shapes = pytest.mark.parametrize("shape", [(64, 64), (640, 192), (192, 96), (33, 16), (40, 17), (16, 1)], ids=str)
+schemes = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: f"{s.kind}-{s.group}")
+
+
+def experts(num_slots: int, shape: tuple[int, int], scheme: WeightScheme) -> ExpertWeights:
+    generator = torch.Generator().manual_seed(0)
+    width, ffn_width = shape
+
+    def noise(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator) * size[-1] ** -0.5
+
+    return ExpertWeights(
+        w13=quantize(noise(num_slots, 2 * ffn_width, width), scheme, gate_up=True),
+        w2=quantize(noise(num_slots, width, ffn_width), scheme),
+        b13=noise(num_slots, 2 * ffn_width).to(torch.bfloat16),
+        b2=noise(num_slots, width).to(torch.bfloat16),
+    )
+
+
+def rows_of(number: int, width: int) -> torch.Tensor:
+    return torch.randn(number, width, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+
+
+def reference(rows: torch.Tensor, counts: list[int], weights: ExpertWeights, group: int, clamped: bool) -> torch.Tensor:
+    """Each product over rows as whole numbers, in fp64; rows between the two rounded to bf16 first."""
+    assert isinstance(weights.w13, PackedTensor) and isinstance(weights.w2, PackedTensor)
+    assert weights.b13 is not None and weights.b2 is not None
+    done = []
+    for slot, part in enumerate(rows.split(counts)):
+        both = quantized_rows_reference(part, group) @ weights.w13.select(slot).dequantize(torch.float64).T
+        gate, up = (both + weights.b13[slot].double()).chunk(2, dim=1)
+        if clamped:
+            gate, up = gate.clamp(max=CLAMPED.limit), up.clamp(-CLAMPED.limit, CLAMPED.limit) + 1
+        hidden = gate * torch.sigmoid(gate * (CLAMPED.alpha if clamped else 1.0)) * up
+        again = quantized_rows_reference(hidden.to(torch.bfloat16), group)
+        done.append(again @ weights.w2.select(slot).dequantize(torch.float64).T + weights.b2[slot].double())
+    return torch.cat(done)
+
+
+@counts_of
+@shapes
+@schemes
+@pytest.mark.parametrize("activation", [SILU, CLAMPED], ids=lambda a: a.kind)
+def test_experts_equal_the_reference(
+    counts: list[int], shape: tuple[int, int], scheme: WeightScheme, activation: Activation
+) -> None:
+    weights, rows = experts(len(counts), shape, scheme), rows_of(sum(counts), shape[0])
+    actual = grouped_ffn(rows, torch.tensor(counts), weights, activation)
+    assert actual.dtype == torch.bfloat16
+    if rows.shape[0]:
+        expected = reference(rows, counts, weights, scheme.group or 64, activation is CLAMPED)
+        assert_near(actual, expected, format="bfloat16")
+    with team_of(2):
+        assert_same(grouped_ffn(rows, torch.tensor(counts), weights, activation), actual)
+
+
+@shapes
+@schemes
+def test_a_row_has_the_same_bits_whatever_goes_with_it(shape: tuple[int, int], scheme: WeightScheme) -> None:
+    weights, rows, counts = experts(3, shape, scheme), rows_of(90, shape[0]), [20, 3, 67]
+    slots = torch.repeat_interleave(torch.tensor(counts))
+    alone = torch.cat(
+        [grouped_ffn(row[None], (torch.arange(3) == slot).long(), weights, SILU) for row, slot in zip(rows, slots)]
+    )
+    for threads in (1, 2):
+        with team_of(threads):
+            assert_same(grouped_ffn(rows, torch.tensor(counts), weights, SILU), alone)
+            for keep in (slice(None, None, 2), slice(5, 30), slice(23, None)):
+                some = torch.bincount(slots[keep], minlength=3)
+                assert_same(grouped_ffn(rows[keep], some, weights, SILU), alone[keep])
