@@ -170,6 +170,7 @@ def test_a_sequence_that_is_not_finite_spoils_no_other(name: str) -> None:
     assert attend(shape, q, sequence, options_of(shape), cuts=[99, 100])[0, 0].isnan().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ISAS[1:])
 def test_other_instructions_pass_too(isa: str) -> None:
     """The tests of native kernels once more, in a process that may not use better ones."""

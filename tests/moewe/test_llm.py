@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from moewe import LLM, SamplingParams
 from moewe.llm import Logprob
 from moewe.runtime import session
 from moewe.runtime.messages import INVALID_REQUEST, Delta, Failed, LogprobEntry, Ready
+from moewe.runtime.plan import unpack
 from moewe.runtime.replicas import ReplicaLost
 from moewe.runtime.resolve import Resolved
 from tests.support.chain import BOS, EOS, byte_id, chain
@@ -48,9 +49,9 @@ class EchoReplicas:
         if self.failure is not None:
             raise ReplicaLost(self.failure.reason)
 
-    def submit(self, request_id: str, prompt: Sequence[int], params: SamplingParams, priority: int = 0) -> None:
-        self.submitted[request_id] = list(prompt)
-        self._left.append((request_id, list(prompt)[: params.max_tokens], params))
+    def submit(self, request_id: str, prompt: bytes, params: SamplingParams, priority: int = 0) -> None:
+        tokens = self.submitted[request_id] = unpack(prompt).tolist()
+        self._left.append((request_id, tokens[: params.max_tokens], params))
         self.most_pending = max(self.most_pending, len(self._left))
 
     def abort(self, request_id: str) -> None:
@@ -309,7 +310,7 @@ def test_without_tokenizer_only_token_ids(made: list[EchoReplicas]) -> None:
         ({"chat_template": "other"}, "neither a file nor the name of a template of this model (it has: none)"),
         ({"generation_config": "/nowhere"}, "generation_config='/nowhere' names no file"),
         ({"tensor_parallel_size": 2}, "one topology says it all"),
-        ({"quantization": "fp8"}, "quantization asks for quantized weights, and this version has none"),
+        ({"quantization": "fp8"}, "quantization='fp8' is not allowed; use int8 or int4"),
     ],
 )
 def test_wrong_options_are_named(made: list[EchoReplicas], options: dict[str, Any], says: str) -> None:

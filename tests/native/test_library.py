@@ -35,7 +35,7 @@ def lines(caplog: pytest.LogCaptureFixture, least: int = logging.INFO) -> list[s
 def test_what_the_cpu_can_is_compiled_once_and_said(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "moewe.native.library")
     loaded = load()
     assert loaded is not None and load() is loaded
     assert native_isa() == this_cpu().isas()[0] == loaded.moewe_isa().decode()
@@ -56,7 +56,7 @@ def test_forced_instructions(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def expect_none(caplog: pytest.LogCaptureFixture, why: str, level: int = logging.WARNING) -> None:
-    caplog.set_level("DEBUG")
+    caplog.set_level("DEBUG", "moewe.native.library")
     assert load() is None and native_isa() is None
     assert load() is None
     last = caplog.records[-1]
@@ -93,7 +93,7 @@ def test_a_mistake_in_the_source(
     sources: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (sources / "wrong.cpp").write_text("#error of ours\n")
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "moewe.native.library")
     assert load() is None
     said = lines(caplog)
     assert said[0].startswith("compiling") and len(said) == 2
@@ -129,7 +129,7 @@ def test_success_hands_nothing_down() -> None:
 
 
 def test_threads_load_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "moewe.native.library")
     found: list[object] = []
     threads = [threading.Thread(target=lambda: found.append(load())) for _ in range(4)]
     for thread in threads:

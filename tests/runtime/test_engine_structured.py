@@ -184,7 +184,8 @@ def test_free_requests_run_ahead_while_constrained_ones_wait(engine: Engine, mon
     ends = run(engine)
     assert ends["bound"] == ("abcdefghij", "stop", None)
     assert ends["free"] == (chr(97 + 50) * 20, "length", None)
-    assert engine.num_steps <= 2 * 10 + 4, "more than one step is lost for a token"
+    # Where masks come late, the free one is done first; then each token of the other costs two steps at most.
+    assert engine.num_steps <= 20 + 2 * 10 + 4, "more than one step is lost for a token"
 
 
 def test_many_of_both_kinds_come_through_with_few_blocks(engine: Engine) -> None:
