@@ -68,7 +68,9 @@ def quantized_rows_reference(rows: torch.Tensor, group: int) -> torch.Tensor:
     """
     if not len(rows):
         return rows.double()
-    return torch.cat([torch.stack([_scaled(row) for row in part]) for part in torch.split(rows.float(), group, dim=1)], dim=1)
+    return torch.cat(
+        [torch.stack([_scaled(row) for row in part]) for part in torch.split(rows.float(), group, dim=1)], dim=1
+    )
 
 
 def _scaled(numbers: torch.Tensor) -> torch.Tensor:
