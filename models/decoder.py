@@ -116,6 +116,7 @@ class Decoder:
                 )
             )
         self._native: NativeLayers | None = None
+        self._native_storage: KVStorage | None = None  # for which `_native` was made, or found to be impossible
         self._moe_layers = [layer.moe for layer in self._layers if layer.moe is not None]
         self._attention_bytes = sum(map(_attention_bytes, weights.layers))
         self._dense_bytes = sum(map(_dense_bytes, weights.layers))
@@ -149,9 +150,9 @@ class Decoder:
 
     def _native_layers(self, storage: KVStorage) -> NativeLayers | None:
         """Return the layers as native calls over `storage`; None where torch joins their parts."""
-        if self._native is not None and self._native.storage is storage:
+        if self._native_storage is storage:
             return self._native
-        self._native = None
+        self._native, self._native_storage = None, storage
         if can_fuse(self._config, self._weights, storage):
             self._native = NativeLayers(
                 self._config,
