@@ -12,7 +12,6 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -250,13 +249,6 @@ class ShmExchange:
         # A rank that never comes is for the watchdog to judge: it ends this process.
         while not arrived(ctypes.byref(self.group), ctypes.c_int64(_SLICE_MS)):
             pass
-
-
-def shm_shape(
-    slot_ranges: Sequence[tuple[int, int]], *, capacity: int, top_k: int, width: int, dtype: torch.dtype
-) -> ShmShape:
-    """Return the shape of a group."""
-    return ShmShape(slot_ranges=tuple(slot_ranges), capacity=capacity, top_k=top_k, width=width, dtype=dtype)
 
 
 def _whole_pages(num_bytes: int) -> int:
