@@ -8,11 +8,10 @@ import time
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from moewe.moe.reference import combine_reference, dispatch_reference
 from moewe.moe.wide_ep import Exchange, LocalExchange, ThreadHub, linear_placement
-from tests.support.cases import ROUTING_CASES, RoutingCase, routing_cases
+from tests.support.cases import ROUTING_CASES, RoutingCase, drawn_cases, routing_cases
 from tests.support.numerics import assert_same
 from tests.support.ranks import run_threads
 
@@ -78,18 +77,9 @@ def test_one_rank_equals_many(case: RoutingCase) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_random_ids_equal_reference(data: st.DataObject) -> None:
-    num_ranks = data.draw(st.integers(1, 4))
-    num_experts = data.draw(st.integers(num_ranks, 9))
-    top_k = data.draw(st.integers(1, 4))
-    id_rows = st.lists(st.integers(-1, num_experts - 1), min_size=top_k, max_size=top_k)
-    ids = []
-    for _ in range(num_ranks):
-        rows = data.draw(st.lists(id_rows, max_size=6))
-        ids.append(torch.tensor(rows, dtype=torch.int32).reshape(len(rows), top_k))
-    case = RoutingCase(name="random", num_experts=num_experts, ids=ids)
-    hub = ThreadHub(linear_placement(1, num_experts, num_ranks).slot_ranges, timeout_s=30)
+@given(case=drawn_cases())
+def test_random_ids_equal_reference(case: RoutingCase) -> None:
+    hub = ThreadHub(linear_placement(1, case.num_experts, case.num_ranks).slot_ranges, timeout_s=30)
     run_threads(hub, lambda rank, exchange: check_rank(case, exchange, rank, torch.float32, width=3))
 
 

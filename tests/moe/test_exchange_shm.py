@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from moewe.moe.wide_ep import Exchange, ShmExchange, ShmShape, linear_placement
 from moewe.moe.wide_ep.exchange_shm import create_memory, meet_at
-from moewe.native.library import load
 from tests.moe.test_exchange import check_rank
-from tests.support.cases import RoutingCase, routing_cases
+from tests.support.cases import RoutingCase, drawn_cases, routing_cases
+from tests.support.native import needs_native
 
-pytestmark = pytest.mark.skipif(load() is None, reason="no native kernels here")
+pytestmark = needs_native
 
 
 def shape_of(case: RoutingCase, dtype: torch.dtype, width: int) -> ShmShape:
@@ -69,18 +69,8 @@ def test_equals_reference(case: RoutingCase, dtype: torch.dtype) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_random_ids_equal_reference(data: st.DataObject) -> None:
-    num_ranks = data.draw(st.integers(1, 4))
-    num_experts = data.draw(st.integers(num_ranks, 9))
-    top_k = data.draw(st.integers(1, 4))
-    id_rows = st.lists(st.integers(-1, num_experts - 1), min_size=top_k, max_size=top_k)
-    ids = []
-    for _ in range(num_ranks):
-        rows = data.draw(st.lists(id_rows, max_size=6))
-        ids.append(torch.tensor(rows, dtype=torch.int32).reshape(len(rows), top_k))
-    case = RoutingCase(name="random", num_experts=num_experts, ids=ids)
-    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+@given(case=drawn_cases(), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_random_ids_equal_reference(case: RoutingCase, dtype: torch.dtype) -> None:
     run(shape_of(case, dtype, 3), lambda rank, exchange: check_rank(case, exchange, rank, dtype, width=3))
 
 

@@ -11,11 +11,11 @@ from moewe.moe.native_route import NativeRouter, can_route
 from moewe.moe.routing import RoutingConfig
 from moewe.moe.routing.reference import route_reference
 from moewe.moe.wide_ep.pairs import sort_pairs
-from moewe.native.library import load
 from tests.moe.test_router_groups import configs
+from tests.support.native import needs_native, team_of
 from tests.support.numerics import ROUTING_WEIGHTS, assert_same, assert_within
 
-pytestmark = pytest.mark.skipif(load() is None, reason="no native kernels here")
+pytestmark = needs_native
 
 
 def draw_case(config: RoutingConfig, num_tokens: int, width: int, biased: bool) -> tuple[torch.Tensor, dict]:
@@ -65,15 +65,12 @@ def test_a_token_is_routed_the_same_in_any_batch(num_experts: int) -> None:
     x, weights = draw_case(config, 37, 259, biased=True)
     router = NativeRouter(config, **weights, num_slots=num_experts)
     whole = router(x)
-    library = load()
-    assert library is not None
     for threads in (1, 2, 3):
-        assert library.moewe_set_threads(threads) == threads
-        for start, stop in [(0, 1), (1, 2), (0, 37), (7, 24), (36, 37)]:
-            part = router(x[start:stop].contiguous())
-            assert_same(part.expert_ids, whole.expert_ids[start:stop])
-            assert_same(part.weights, whole.weights[start:stop])
-    library.moewe_set_threads(1)
+        with team_of(threads):
+            for start, stop in [(0, 1), (1, 2), (0, 37), (7, 24), (36, 37)]:
+                part = router(x[start:stop].contiguous())
+                assert_same(part.expert_ids, whole.expert_ids[start:stop])
+                assert_same(part.weights, whole.weights[start:stop])
 
 
 def test_ties_go_to_the_lower_id_and_ids_are_distinct_even_of_nan() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,3 +75,13 @@ ROUTING_CASES = [
 ]
 
 routing_cases = pytest.mark.parametrize("case", ROUTING_CASES, ids=lambda case: case.name)
+
+
+@st.composite
+def drawn_cases(draw: st.DrawFn) -> RoutingCase:
+    """Draw ids of up to four ranks: none, some or repeated slots for each token, dropped choices among them."""
+    num_ranks = draw(st.integers(1, 4))
+    num_experts = draw(st.integers(num_ranks, 9))
+    top_k = draw(st.integers(1, 4))
+    id_rows = st.lists(st.integers(-1, num_experts - 1), min_size=top_k, max_size=top_k)
+    return _case("random", num_experts, [_ids(draw(st.lists(id_rows, max_size=6)), top_k) for _ in range(num_ranks)])
