@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..kvcache import KVStorage
-from ..native.library import load
+from ..native.library import function, load
 from ..quant import NumberFormat
 from .batch import AttentionBatch, AttentionOptions
 
@@ -83,10 +83,7 @@ class NativeAttention:
     """
 
     def __init__(self, storage: KVStorage, layer: int, options: AttentionOptions, num_heads: int) -> None:
-        library = load()
-        assert library is not None
-        self._call = library.moewe_attention
-        self._call.argtypes, self._call.restype = (ctypes.POINTER(AttentionArgs),), None
+        self._call = function("moewe_attention", AttentionArgs)
         self.options = options
         k, v = storage.layer(layer)  # [num_blocks, block_size, Hkv, Dh], [num_blocks, block_size, Hkv, Dv]
         group = storage.groups[storage.group_of(layer)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..kvcache import KVStorage
-from ..native.library import load
+from ..native.library import function
 
 _HEAD_NORMS = {None: 0, "head": 1, "full": 2, "unit": 3}
 
@@ -76,11 +76,8 @@ class QkvEpilogue:
     """
 
     def __init__(self, steps: HeadSteps, storage: KVStorage, layer: int) -> None:
-        library = load()
-        assert library is not None
         assert (steps.norm_weights is not None) == (steps.head_norm in ("head", "full")), "weights of another norm"
-        self._call = library.moewe_qkv_epilogue
-        self._call.argtypes, self._call.restype = (ctypes.POINTER(QkvEpilogueArgs),), None
+        self._call = function("moewe_qkv_epilogue", QkvEpilogueArgs)
         self._steps, self._storage = steps, storage
         self._weights = None if steps.norm_weights is None else steps.norm_weights.contiguous()
         k, v = storage.layer(layer)

@@ -11,7 +11,7 @@ import ctypes
 
 import torch
 
-from ..native.library import load
+from ..native.library import function
 
 _KINDS = {"rms": 0, "layer": 1}
 
@@ -47,10 +47,8 @@ class NativeNorm:
         eps: float,
         multiplier: float = 1.0,
     ) -> None:
-        library = load()
-        assert library is not None and (bias is None) == (kind == "rms")
-        self._call = library.moewe_norm
-        self._call.argtypes, self._call.restype = (ctypes.POINTER(NormArgs),), None
+        assert (bias is None) == (kind == "rms")
+        self._call = function("moewe_norm", NormArgs)
         self._weight, self._bias = weight.contiguous(), None if bias is None else bias.contiguous()
         self.args = NormArgs(
             weight=self._weight.data_ptr(),

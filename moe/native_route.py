@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..native.library import load
+from ..native.library import function
 from .routing import RoutingConfig
 
 _SCORINGS = {"softmax": 0, "sigmoid": 1}
@@ -89,10 +89,8 @@ class NativeRouter:
         selection_bias: torch.Tensor | None = None,
         slot_of: torch.Tensor | None = None,
     ) -> None:
-        library = load()
-        assert library is not None and can_route(config)
-        self._call = library.moewe_route
-        self._call.argtypes, self._call.restype = (ctypes.POINTER(RouteArgs),), None
+        assert can_route(config)
+        self._call = function("moewe_route", RouteArgs)
         self.packed = pack_router(router)
         # What the pointers point to must live as long as they do.
         self._bias = None if bias is None else bias.float().contiguous()

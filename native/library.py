@@ -10,6 +10,7 @@ import ctypes
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .build import BuildError, build, recipe
@@ -40,6 +41,15 @@ class Outcome:
 def load() -> ctypes.CDLL | None:
     """Return the native kernels, compiled at the first use; None where torch does their work. Threads may call it."""
     return outcome().library
+
+
+def function(name: str, args: type[ctypes.Structure]) -> Callable[[ctypes.Structure], None]:
+    """Return the native function `name`, which takes a pointer to `args` and returns nothing; there must be kernels."""
+    library = load()
+    assert library is not None, f"{name} is called, but there are no native kernels"
+    found = getattr(library, name)
+    found.argtypes, found.restype = (ctypes.POINTER(args),), None
+    return found  # type: ignore[no-any-return]
 
 
 def native_isa() -> str | None:
