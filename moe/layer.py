@@ -133,7 +133,8 @@ class MoELayer:
         self._routing, self._moe_layer, self._exchange = routing, moe_layer, exchange
         self._activation, self._weigh_input = switches.activation, switches.weigh_input
         self._counters, self._progress = counters, progress
-        self._router = weights.router.float()  # [E, D]: logits are computed in fp32
+        router = weights.router.float()  # [E, D]: logits are computed in fp32
+        self._router: torch.Tensor | None = router
         self._router_bias = None if weights.router_bias is None else weights.router_bias.float()
         self._selection_bias = weights.selection_bias
         self._experts, self._shared, self._shared_gate = weights.experts, weights.shared, weights.shared_gate
@@ -143,9 +144,10 @@ class MoELayer:
         self._is_alone = exchange.name == "local" and self._all_owned and not switches.weigh_input
         self._router_native: NativeRouter | None = None
         if isinstance(weights.experts.w13, PackedTensor) and can_route(routing):
+            self._router = None  # the native router has its own form of it
             self._router_native = NativeRouter(
                 routing,
-                weights.router,
+                router,
                 num_slots=placement.num_slots,
                 bias=weights.router_bias,
                 selection_bias=weights.selection_bias,
@@ -155,7 +157,7 @@ class MoELayer:
         self._no_weights = torch.empty(0, routing.top_k, device=device)
         self.tokens_per_slot = torch.zeros(num_slots, dtype=torch.int64)
         self.bytes_per_slot = weights.experts.bytes_per_slot
-        self.router_bytes = num_bytes(self._router, self._router_bias, weights.selection_bias)
+        self.router_bytes = num_bytes(router, self._router_bias, weights.selection_bias)
         self.shared_bytes = num_bytes(weights.shared_gate)
         if weights.shared is not None:
             shared = weights.shared
@@ -223,6 +225,7 @@ class MoELayer:
             if not self._all_owned:
                 self._report_unowned(routed.expert_ids, routed.slot_ids)
             return routed.slot_ids, routed.weights
+        assert self._router is not None
         logits_TE = F.linear(x_TD.float(), self._router, self._router_bias)
         topk_ids_TK, topk_weights_TK = route(logits_TE, self._routing, self._selection_bias)
         physical_ids_TK = assign_replicas(topk_ids_TK, self._placement, self._moe_layer, self._rank)

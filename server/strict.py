@@ -40,7 +40,7 @@ class Body(Strict):
 
     def check(self) -> None:
         """Refuse what cannot be honoured."""
-        raise NotImplementedError
+        raise NotImplementedError  # every kind of body says what that is
 
 
 def described(
