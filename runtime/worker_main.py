@@ -34,6 +34,7 @@ from .messages import (
 from .plan import RankPlan, RankResult, StepHeader
 from .processes.channel import Channel, ChannelClosed
 from .processes.child import enter_child, log_as
+from .processes.heap import give_back_free_memory
 from .processes.launch import WorkerStart, board_path, exchange_path, store_path
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("moewe.runtime.worker_main")  # __name__ is __main__ in a process of its own
 
 HEARTBEAT_S = 0.5
+TIDY_AFTER = 4  # heartbeats without a message: memory that steps left behind goes back to the system
 LOADING_EVERY_S = 0.1
 # Collectives wait for the slowest rank to load; the supervisor ends a group that is stuck long before.
 GROUP_TIMEOUT_S = 3600.0
@@ -117,11 +119,15 @@ def run_rank(
 
 
 def _serve(channel: Channel[ToWorker], worker: RankWorker, rank: int, progress: RankProgress) -> bool:
+    idle = 0
     while True:
         message = channel.receive(HEARTBEAT_S)
         progress.heartbeat()
+        idle = 0 if message else idle + 1
         match message:
             case None:
+                if idle == TIDY_AFTER:
+                    give_back_free_memory()
                 # A stop string or an abort ends a request behind this rank's back: its last counters go out now.
                 if counters := worker.late_counters():
                     _send_alive(channel, RankCounted(rank=rank, counters=counters), progress)
