@@ -15,8 +15,7 @@ import torch
 
 from ..moe.gated import ExpertWeights
 from ..moe.wide_ep.placement import ExpertPlacement
-from ..native.huge_pages import advise_huge_pages
-from ..quant import Matrix, QuantTensor
+from ..quant import Matrix, QuantTensor, empty_matrix
 from .config import LatentConfig, ModelConfig, MoEConfig
 from .parameters import (
     EMBEDDING,
@@ -144,10 +143,10 @@ class _Allocator:
         return self.single(name) if name in self.parameters else None
 
     def empty(self, shape: tuple[int, ...], parameter: Parameter) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=parameter.dtype or self.dtype, device=self.device)
+        dtype = parameter.dtype or self.dtype
         if self.device.type == "cpu":
-            advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
-        return tensor
+            return empty_matrix(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
 
 @dataclass(kw_only=True)

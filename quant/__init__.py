@@ -2,6 +2,7 @@
 
 from .formats import FORMATS, NumberFormat, parse_format
 from .linear import Matrix, dense, embedding_rows, linear, logits, num_bytes
+from .memory import empty_matrix
 from .packed import PackedTensor, can_pack, pack
 from .quantization import Quantization
 from .quantize import quantize
@@ -23,6 +24,7 @@ __all__ = [
     "can_pack",
     "dense",
     "embedding_rows",
+    "empty_matrix",
     "head_scheme",
     "linear",
     "logits",

@@ -13,8 +13,8 @@ from functools import cached_property
 
 import torch
 
-from ..native.huge_pages import advise_huge_pages
 from ..native.library import load
+from .memory import empty_lasting
 
 BF16, INT8, INT4 = "bf16", "int8", "int4"
 _FORMATS = {BF16: 0, INT8: 1, INT4: 2}
@@ -172,9 +172,7 @@ def pack(matrix: torch.Tensor, *, gate_up: bool = False, in_place: bool = False)
     num_tiles = column_tiles(rows, gate_up=gate_up)
     tiled = (*stack, num_tiles, -(-columns // _DEPTH), _DEPTH // 2, _ROWS, 2)
     fits = num_tiles * _ROWS == rows and columns % _DEPTH == 0
-    data = matrix.view(tiled) if in_place and fits else torch.empty(tiled, dtype=matrix.dtype)
-    if data.data_ptr() != matrix.data_ptr():
-        advise_huge_pages(data.data_ptr(), data.nbytes)
+    data = matrix.view(tiled) if in_place and fits else empty_lasting(tiled, matrix.dtype)
     call(
         "moewe_pack",
         _PackArgs(

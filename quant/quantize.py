@@ -10,7 +10,7 @@ import ctypes
 
 import torch
 
-from ..native.huge_pages import advise_huge_pages
+from .memory import empty_lasting
 from .packed import INT8, MatrixArgs, PackedTensor, call, column_tiles
 from .schemes import MOST_INPUTS, WeightScheme
 
@@ -41,13 +41,12 @@ def quantize(matrix: torch.Tensor, scheme: WeightScheme, *, gate_up: bool = Fals
     assert len(stack) <= 1 and not (gate_up and rows % 2) and columns <= MOST_INPUTS, matrix.shape
     tiles = column_tiles(rows, gate_up=gate_up)
     if scheme.kind == INT8:
-        data = torch.empty(*stack, tiles, -(-columns // 64), 16, 16, 4, dtype=torch.int8)
-        scales = torch.empty(*stack, tiles, 16)
+        data = empty_lasting((*stack, tiles, -(-columns // 64), 16, 16, 4), torch.int8)
+        scales = empty_lasting((*stack, tiles, 16), torch.float32)
     else:
         groups = -(-columns // scheme.group)
-        data = torch.empty(*stack, tiles, groups * (scheme.group // 32), 4, 16, 4, dtype=torch.uint8)
-        scales = torch.empty(*stack, tiles, groups, 16, dtype=torch.bfloat16)
-    advise_huge_pages(data.data_ptr(), data.nbytes)
+        data = empty_lasting((*stack, tiles, groups * (scheme.group // 32), 4, 16, 4), torch.uint8)
+        scales = empty_lasting((*stack, tiles, groups, 16), torch.bfloat16)
     packed = PackedTensor(
         data=data, shape=tuple(matrix.shape), format=scheme.kind, gate_up=gate_up, scales=scales, group=scheme.group
     )

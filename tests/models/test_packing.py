@@ -9,7 +9,7 @@ from moewe.models.loading import LoadOptions, load_weights
 from moewe.models.packing import pack_weights, packable_bytes
 from moewe.models.weights import ModelWeights
 from moewe.moe.gated import ExpertWeights
-from moewe.quant import PackedTensor, QuantTensor
+from moewe.quant import PackedTensor, QuantTensor, empty_matrix
 from moewe.quant.packed import can_pack
 from tests.support.fixtures import FIXTURES, checkpoint
 from tests.support.native import needs_native
@@ -99,7 +99,7 @@ def test_packing_holds_no_second_copy_of_the_model(ffn_width):
     """Sixteen stacks of 12 MiB; with a copy of all, memory would grow by as much as they take."""
 
     def stack(*shape):
-        return torch.ones(shape, dtype=torch.bfloat16)
+        return empty_matrix(shape, torch.bfloat16).fill_(1)  # as a loader holds it
 
     class Layer:
         qkv = o = latent = dense = None

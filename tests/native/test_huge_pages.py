@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from moewe.native.huge_pages import advise_huge_pages
+from moewe.native.huge_pages import advise_huge_pages, map_huge
 
 HUGE = 2 << 20
 
@@ -42,3 +42,18 @@ def test_whole_huge_pages_inside_are_advised_and_no_byte_around() -> None:
 def test_memory_smaller_than_a_huge_page_is_left_alone() -> None:
     advise_huge_pages(4096, HUGE)  # the kernel would refuse, or do harm: nobody has this memory
     advise_huge_pages(0, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="advice is for Linux")
+@pytest.mark.parametrize(
+    ("num_bytes", "huge"), [(HUGE, HUGE), (HUGE + 4096, HUGE), (2 * HUGE - 4096, 2 * HUGE), (64, 0)]
+)
+def test_mapped_memory_begins_at_a_huge_page_and_wastes_little(num_bytes: int, huge: int) -> None:
+    memory = map_huge(num_bytes)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert address % HUGE == 0 and len(memory) == num_bytes
+    advised = advised_bytes(address, 2 * HUGE)
+    if huge and not advised:
+        pytest.skip("this kernel has no huge pages to advise")
+    assert advised == huge
+    memory[:1], memory[-1:] = b"a", b"z"
