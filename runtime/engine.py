@@ -65,6 +65,7 @@ class TextStream(Protocol):
 class _Live:
     request: Request
     text: TextStream
+    is_plain: bool  # while it runs its deltas are tokens and text, and nobody else has to hear of them
     prompt_told: bool = False
 
 
@@ -126,7 +127,8 @@ class Engine:
         except ValueError as error:
             code = QUEUE_FULL if isinstance(error, QueueFullError) else INVALID_REQUEST
             return refusal(submit.request_id, str(error), code)
-        self._live[request.request_id] = _Live(request, text)
+        is_plain = params.structured is None and params.prompt_logprobs is None
+        self._live[request.request_id] = _Live(request, text, is_plain)
         if self._masks is not None and params.structured is not None:
             self._masks.open(request.request_id, params.structured, may_end=_may_end(request))
         return None
@@ -184,6 +186,14 @@ class Engine:
         request, reason = update.request, update.finish_reason
         live = self._live[request.request_id]
         shown = live.text.add(update.token_ids, reason)
+        if live.is_plain and reason is None and shown.stop is None and not update.logprobs:  # nearly all deltas
+            return Delta(
+                request_id=request.request_id,
+                token_ids=tuple(update.token_ids),
+                text=shown.text,
+                first_scheduled=request.first_scheduled,
+                num_preemptions=request.num_preemptions,
+            )
         if shown.stop is not None:
             if reason is None:
                 self.scheduler.finish(request.request_id)

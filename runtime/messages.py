@@ -54,8 +54,8 @@ INVALID_REQUEST, QUEUE_FULL, ENGINE_BUSY, SHUTTING_DOWN = ERROR_CODES = (
 )  # fmt: skip
 
 
-class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What became known of one request since its last delta.
+class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """What became known of one request since its last delta. (`gc=False`: thousands a second, and none in a cycle.)
 
     Attributes:
         request_id: whose.

@@ -57,6 +57,8 @@ class TextOutput:
         """
         if self._detokenizer is None:
             return Shown("", None, len(token_ids))
+        if finish_reason is None and not self._one_by_one:
+            return Shown(self._detokenizer.add(token_ids), None, len(token_ids))
         num_text = len(token_ids) - (finish_reason == "stop" and not self._shows_end)
         shown = ""
         pieces = [token_ids[i : i + 1] for i in range(num_text)] if self._one_by_one else [token_ids[:num_text]]

@@ -8,6 +8,7 @@ Units: characters in, token ids out. `add_special_tokens` never yields two BOS t
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class Tokenizer:
         special_tokens: the special tokens that have a role, as text; templates see them by these names.
         templates: as given.
         chat_template: the one for chats, or None.
+        whole_texts: text of each token; None for one whose bytes are no whole characters.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Tokenizer:
         rule = piece_rule(self._spec.get("decoder"))
         self._rule: PieceRule | None = rule if rule is not None and self._agrees(rule) else None
         self._pieces: dict[int, bytes] = {}
+        self.whole_texts: Mapping[int, str | None] = _WholeTexts(self.token_bytes)
         self._longest_token = 0
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -156,6 +159,22 @@ class Tokenizer:
                 flags = {k: v for k, v in entry.items() if k in ("single_word", "lstrip", "rstrip", "normalized")}
                 missing.append(tokenizers.AddedToken(entry["content"], special=bool(entry.get("special")), **flags))
         self._backend.add_tokens(missing)
+
+
+class _WholeTexts(dict[int, str | None]):
+    """`Tokenizer.whole_texts`, filled as tokens are asked for."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._token_bytes = token_bytes
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text = self._token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
 
 
 def check_tokenizer_files(path: Path) -> None:

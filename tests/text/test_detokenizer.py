@@ -98,3 +98,18 @@ def test_any_split_through_detokenizer_and_stop_gives_the_same(data: st.DataObje
         return shown + text + ("" if stopped else matcher.flush())
 
     assert run(parts) == run([ids])
+
+
+@pytest.mark.parametrize("kind", EXACT)
+@given(st.lists(st.integers(0, 400), max_size=30), st.booleans(), st.booleans())
+def test_one_by_one_gives_what_all_at_once_gives(kind: str, ids: list[int], skips: bool, goes_on: bool) -> None:
+    tokens = tokenizer(kind)
+    ids = [token_id % tokens.vocab_size for token_id in ids]
+    single, whole = (Detokenizer(tokens, continuation=goes_on, skip_special_tokens=skips) for _ in range(2))
+    text = "".join(single.add([token_id]) for token_id in ids)
+    shown = [token_id for token_id in ids if not (skips and token_id in tokens.special_ids)]
+    data = b"".join(map(tokens.token_bytes, shown))
+    expected = whole.add(ids)
+    assert text == expected
+    assert data.decode("utf-8", "replace").startswith(text) or (tokens.strips_first_space and not goes_on)
+    assert single.flush() == whole.flush() == ""
