@@ -8,11 +8,11 @@ blocks of its cache group; a slot is block_id * block_size + offset. V of a late
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Sequence
 
 import torch
 
+from ..native.huge_pages import map_huge
 from .groups import CacheGroup
 
 
@@ -114,5 +114,4 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not num_bytes:
         return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return torch.frombuffer(map_huge(num_bytes), dtype=dtype).view(shape)
