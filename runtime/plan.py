@@ -191,7 +191,8 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         step: which step this answers.
         slots, sequence_ids: i32, i64 [n].
         tokens: i32, those of each sequence in order, one sequence after another.
-        flags: u8 [n], FINISH_*; FINISH_ERROR means logits were not finite, its tokens are meaningless.
+        flags: u8 [n], FINISH_*; FINISH_ERROR means logits were not finite, its tokens are meaningless. Empty when all
+            are FINISH_NONE.
         logprobs: for those that asked, one entry a token, in order.
         num_rows: rows really run (0 on an idle rank).
         busy_seconds: time from first to last operation.

@@ -22,16 +22,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
-from .plan import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, RankResult, StepPlan, StepResult, TokenLogprobs, unpack
+from .plan import FINISH_ERROR, RankResult, StepPlan, StepResult, TokenLogprobs, unpack
+from .scheduling import results
 from .scheduling import step as steps
 from .scheduling.admission import AdmissionError, QueueFullError, WaitingQueue, check_fits
 from .scheduling.batch_state import DECODE, BatchState
 from .scheduling.limits import GroupLimits, SchedulerConfig
 from .scheduling.policy import precedence, step_header
 from .scheduling.request import Request, RequestState, SequenceUpdate
+from .scheduling.steady import SteadyBatch
 
 __all__ = [
     "AdmissionError",
@@ -71,6 +74,7 @@ class Scheduler:
         self._next_step = 0
         self._last_applied_step = -1
         self._rebuilt = False  # workers must be told the whole batch, once
+        self._steady: SteadyBatch | None = None
 
     # --- requests ----------------------------------------------------------------------------------------------------
     def add(self, request: Request) -> None:
@@ -126,6 +130,9 @@ class Scheduler:
     # --- planning ----------------------------------------------------------------------------------------------------
     def schedule(self) -> StepPlan | None:
         """Plan the next step of all ranks and book it as done; None when there is nothing to run now."""
+        if (plan := self._plan_steady()) is not None:
+            self._next_step += 1
+            return plan
         plan = self._plan(snapshot=self._rebuilt)
         self._rebuilt = False
         return plan
@@ -141,6 +148,14 @@ class Scheduler:
         plan = self._plan(snapshot=True)
         assert plan is not None
         return plan
+
+    def _plan_steady(self) -> StepPlan | None:
+        """Plan a step that leaves nothing to decide; None, with nothing planned, where something may have to be."""
+        if self._rebuilt or self._queue or self._returning or any(self._released):
+            return None
+        if self._steady is None or not self._steady.holds(self._batch):
+            self._steady = SteadyBatch(self._batch)
+        return self._steady.plan(self._batch, step=self._next_step, epoch=self.epoch)
 
     def _plan(self, *, snapshot: bool) -> StepPlan | None:
         batch, eos = self._batch, self.config.eos_token_ids
@@ -235,17 +250,20 @@ class Scheduler:
         return updates
 
     def _apply_rank(self, rank: int, outcome: RankResult, updates: list[SequenceUpdate]) -> None:
-        prompts = self._book_prompts(rank, outcome)
         slots, ids = unpack(outcome.slots), unpack(outcome.sequence_ids, "<i8")
-        current = self._batch.sequence_id[rank, slots] == ids
+        owners = results.owners_of(self._batch, self._departed, rank, slots, ids)
+        if not (outcome.flags or outcome.counts or outcome.logprobs or outcome.prompt_logprobs):
+            for request, token in zip(owners, unpack(outcome.tokens).tolist(), strict=True):  # as in nearly all steps
+                if request is not None:
+                    request.generated.append(token)
+                    updates.append(SequenceUpdate(request, [token]))
+            return
+        prompts = results.prompt_updates(outcome, partial(self._owner, rank))
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for entry in outcome.logprobs:
             logprobs.setdefault(entry.sequence_id, []).append(entry)
-        flags = unpack(outcome.flags, "u1")
-        came = steps.tokens_of(outcome)
-        rows = zip(slots.tolist(), ids.tolist(), came, flags.tolist(), current.tolist(), strict=True)
-        for slot, sequence_id, tokens, flag, is_current in rows:
-            request = self._batch.requests[rank][slot] if is_current else self._departed.get(sequence_id)
+        came, flags = results.tokens_of(outcome), results.flags_of(outcome, len(owners))
+        for request, sequence_id, tokens, flag in zip(owners, ids.tolist(), came, flags, strict=True):
             if request is not None:  # else it was aborted or finished with these tokens in flight
                 update = self._advance(request, tokens, flag, tuple(logprobs.get(sequence_id, ())))
                 if prompts and (early := prompts.pop(sequence_id, None)) is not None:
@@ -253,17 +271,10 @@ class Scheduler:
                 updates.append(update)
         updates.extend(prompts.values())
 
-    def _book_prompts(self, rank: int, outcome: RankResult) -> dict[int, SequenceUpdate]:
-        """Return updates, by sequence id, for requests whose prompts' log-probabilities came."""
-        updates: dict[int, SequenceUpdate] = {}
-        for piece in outcome.prompt_logprobs:
-            current = self._batch.sequence_id[rank, piece.slot] == piece.sequence_id
-            request = self._batch.requests[rank][piece.slot] if current else self._departed.get(piece.sequence_id)
-            if request is not None:
-                assert piece.start == request.num_prompt_logprobs + 1, "a place of a prompt is missing, or came twice"
-                request.num_prompt_logprobs += len(piece.ranks) // 4
-                updates.setdefault(piece.sequence_id, SequenceUpdate(request, [])).prompt_logprobs += (piece,)
-        return updates
+    def _owner(self, rank: int, slot: int, sequence_id: int) -> Request | None:
+        """Return whose sequence that is in a slot of `rank`; None when it was given up."""
+        current = self._batch.sequence_id[rank, slot] == sequence_id
+        return self._batch.requests[rank][slot] if current else self._departed.get(sequence_id)
 
     def _advance(
         self, request: Request, tokens: list[int], flag: int, logprobs: tuple[TokenLogprobs, ...]
@@ -276,7 +287,7 @@ class Scheduler:
             )
             return SequenceUpdate(request, [], (), "error", error)
         request.generated += tokens
-        reason = "stop" if flag == FINISH_STOP else "length" if flag == FINISH_LENGTH else None
+        reason = results.REASONS[flag]
         if reason is not None:
             self._forget(request)
         return SequenceUpdate(request, tokens, logprobs, reason)
@@ -320,7 +331,7 @@ class Scheduler:
         """
         if self.num_in_flight:
             raise RuntimeError(f"{self.num_in_flight} steps are in flight; apply their results before a rebuild")
-        self._batch = BatchState(self.config)
+        self._batch, self._steady = BatchState(self.config), None
         self._queue = WaitingQueue(self.config.policy)
         self._requests, self._departed, self._returning = {}, {}, []
         self._released = [[] for _ in range(self.config.num_ranks)]

@@ -21,6 +21,7 @@ class BatchState:
     """Arrays over all slots of all ranks.
 
     Attributes:
+        version: counts changes of what runs and of who holds which blocks; a plain decode step of all is none.
         phase: i8, FREE, PREFILL (some known token is not in KV yet) or DECODE (one token a step).
         sequence_id: i64, -1 where free.
         computed: i32, tokens in KV after the last planned step.
@@ -40,6 +41,7 @@ class BatchState:
     def __init__(self, config: SchedulerConfig) -> None:
         ranks, slots, groups = config.num_ranks, config.max_num_seqs, len(config.groups)
         self.config = config
+        self.version = 0
         self.phase = np.zeros((ranks, slots), np.int8)
         self.sequence_id = np.full((ranks, slots), -1, np.int64)
         self.computed = np.zeros((ranks, slots), np.int32)
@@ -66,6 +68,7 @@ class BatchState:
     def occupy(self, request: Request, *, rank: int, slot: int, sequence_id: int) -> None:
         """Put `request` into a free slot, with nothing in KV."""
         assert self.phase[rank, slot] == FREE, f"slot {slot} of rank {rank} is taken"
+        self.version += 1
         self.phase[rank, slot] = PREFILL
         self.sequence_id[rank, slot] = sequence_id
         self.computed[rank, slot] = 0
@@ -79,6 +82,7 @@ class BatchState:
         """Take `request` out of its slot and free its blocks."""
         rank, slot = request.rank, request.slot
         assert self.requests[rank][slot] is request, f"{request.request_id} is not in slot {slot} of rank {rank}"
+        self.version += 1
         granted = int(self.granted[rank, slot])
         for group, pool in enumerate(self.pools):
             first = int(self.first[group, rank, slot])
@@ -113,6 +117,7 @@ class BatchState:
 
     def reenter(self, places: np.ndarray) -> None:
         """Let decoding sequences run their last known token as the end of a prompt next; `places` [W, S] bool."""
+        self.version += 1
         self.known[places] = self.computed[places] + 1
         self.phase[places] = PREFILL
 
@@ -133,6 +138,7 @@ class BatchState:
         num_ranks, num_groups = self.config.num_ranks, len(self.config.groups)
         if not len(ranks):
             return [b""] * num_ranks
+        self.version += 1
         counts = np.bincount(ranks, minlength=num_ranks)
         rows = np.empty((len(ranks), num_groups, 4), "<i4")
         rows[:, :, 1] = slots[:, None]

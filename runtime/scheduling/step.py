@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..params import EXPECTED_OUTPUT_TOKENS
-from ..plan import Admission, Chunk, RankPlan, RankResult, SamplingState, TokenMask, pack, unpack
+from ..plan import Admission, Chunk, RankPlan, SamplingState, TokenMask, pack
 from .admission import RankLoads
 from .batch_state import DECODE, FREE, PREFILL, BatchState
 from .policy import precedence, share_tokens
@@ -119,6 +119,7 @@ def held_slots(batch: BatchState) -> list[bytes]:
 
 def commit(batch: BatchState, draft: StepDraft) -> list[bytes]:
     """Book the step in `batch` and fill `draft.masks`; return each rank's grants (see `BatchState.grant`)."""
+    batch.version += 1
     draft.masks = take_masks(batch, draft)
     ranks, slots = np.nonzero(draft.growing)
     places = [np.stack([ranks, slots, batch.granted[ranks, slots]])]  # [3, n] each
@@ -183,15 +184,6 @@ def admission(request: Request, eos_token_ids: tuple[int, ...], *, num_computed_
         num_prompt_tokens=len(request.prompt_token_ids) if request.generated else -1,
         prompt_logprobs_from=request.num_prompt_logprobs + 1,
     )
-
-
-def tokens_of(outcome: RankResult) -> list[list[int]]:
-    """Return the new tokens of each sequence of a result, in its order."""
-    tokens = unpack(outcome.tokens).tolist()
-    if not outcome.counts:
-        return [[token] for token in tokens]
-    ends = np.cumsum(unpack(outcome.counts)).tolist()
-    return [tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def delta_plans(

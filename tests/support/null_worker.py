@@ -129,6 +129,7 @@ class NullRank:
             for i, (slot, token, _) in zip(ids, outcome, strict=True)
             if self.slots[slot].admission.sampling.num_logprobs >= 0
         )
+        flags = np.array([flag for _, _, flag in outcome])
         got_tokens = np.array([token is not None for _, token, _ in outcome], np.int64)
         return RankResult(
             step=header.step,
@@ -137,7 +138,7 @@ class NullRank:
             tokens=pack(np.array([token for _, token, _ in outcome if token is not None])),
             counts=b"" if got_tokens.all() else pack(got_tokens),
             prompt_logprobs=tuple(piece for piece in prompts if piece is not None),
-            flags=pack(np.array([flag for _, _, flag in outcome]), "u1"),
+            flags=pack(flags, "u1") if flags.any() else b"",
             logprobs=logprobs,
             num_rows=sum(size for _, _, size, _ in runs),
         )
