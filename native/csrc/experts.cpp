@@ -73,7 +73,7 @@ struct HiddenRows {
   void store(int64_t row, int64_t column, f32x16 values) const { values.store(at(row) + column); }
 };
 
-// Writes the activation of gate (first column tile of a pair) and up (second).
+// Writes the activation of gate (first column tile of each pair) and up (second).
 template <class Hidden>
 struct StoreHidden {
   const ExpertFfn& args;
@@ -81,7 +81,11 @@ struct StoreHidden {
   const Hidden hidden;
 
   void operator()(const Results& results) const {
-    const int64_t width = args.w2.columns, column = results.column_tile / 2 * kColumns;
+    for (int tile = 0; tile < results.column_tiles; tile += 2) store_pair(results, tile);
+  }
+
+  void store_pair(const Results& results, int tile) const {
+    const int64_t width = args.w2.columns, column = (results.column_tile + tile) / 2 * kColumns;
     f32x16 gate_bias, up_bias;
     if (args.b13) {
       const bf16* bias = args.b13 + segment.slot * 2 * width;
@@ -89,7 +93,7 @@ struct StoreHidden {
       up_bias = bias_of(bias + width, column, width);
     }
     for (int r = 0; r < results.rows; ++r) {
-      f32x16 gate = results.load(r, 0), up = results.load(r, 1);
+      f32x16 gate = results.load(r, tile), up = results.load(r, tile + 1);
       if (args.b13) gate = gate + gate_bias, up = up + up_bias;
       hidden.store(results.row + r, column, activate(gate, up, args));
     }

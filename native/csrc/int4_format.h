@@ -19,6 +19,7 @@ namespace moewe {
 
 struct Int4 {
   static constexpr bool kTakesRowsWhole = true;
+  static constexpr int kStreams = 2;
   static constexpr int kChunk = 32;        // elements of K
   static constexpr int kChunkBytes = 256;  // of a column tile
 #if MOEWE_AMX

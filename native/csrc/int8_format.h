@@ -13,6 +13,7 @@ namespace moewe {
 
 struct Int8 {
   static constexpr bool kTakesRowsWhole = true;
+  static constexpr int kStreams = 2;
 
   struct Panel {
     int8_t* tiles;   // [row tiles][K / 64][16][64]

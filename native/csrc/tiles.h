@@ -45,38 +45,79 @@ inline void release_tiles() {
 #endif
 }
 
+// Row tiles or column tiles, each with all its tiles of K; `stride` elements from one to the next.
+struct Strip {
+  const bf16* tiles;
+  int64_t stride;
+};
+
+// What will be wanted after this product, and is asked for meanwhile.
+struct Ahead {
+  const char* next = nullptr;   // of memory; `each` lines of it with every tile of K
+  int each = 0;
+  const bf16* rows = nullptr;   // row tiles that follow, in L2; null: unknown, ask for none
+};
+
+// c[NT][MT][16][16] = a (MT row tiles) times b (NT column tiles), over `depth` tiles of K; with `onto`, added to what
+// c holds, which gives the same bits as one product over all of K. `rows` is how many of the MT * 16 rows anybody will
+// look at; tile instructions compute all.
 #if MOEWE_AMX
 
-// c[NT][MT][16][16] = a (MT rows of tiles) times b (NT columns of tiles), over `depth` tiles of K.
-// Tiles of row m begin at a + m * a_stride, those of column n at b + n * b_stride (in elements). `rows` is how many of
-// the MT * 16 rows anybody will look at; here all are computed.
 template <int MT, int NT>
-inline void multiply(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t depth, float* c,
-                     int /*rows*/) {
-  static_assert(MT >= 1 && MT <= 2 && NT >= 1 && NT <= 2);
-  _tile_zero(0);
-  if constexpr (NT == 2) _tile_zero(1);
-  if constexpr (MT == 2) _tile_zero(2);
-  if constexpr (MT == 2 && NT == 2) _tile_zero(3);
+inline void multiply(Strip a, Strip b, int64_t depth, float* c, int /*rows*/, bool onto = false, Ahead ahead = {}) {
+  static_assert(MT * NT <= 4);  // tiles 0 to 3 hold results, 4 and 5 rows, 5 (of one row tile), 6 and 7 columns
+  if (onto) {
+    _tile_loadd(0, c, 64);
+    if constexpr (MT * NT > 1) _tile_loadd(1, c + kResults, 64);
+    if constexpr (MT * NT > 2) _tile_loadd(2, c + 2 * kResults, 64);
+    if constexpr (MT * NT > 3) _tile_loadd(3, c + 3 * kResults, 64);
+  } else {
+    _tile_zero(0);
+    if constexpr (MT * NT > 1) _tile_zero(1);
+    if constexpr (MT * NT > 2) _tile_zero(2);
+    if constexpr (MT * NT > 3) _tile_zero(3);
+  }
   for (int64_t k = 0; k < depth; ++k) {
-    _mm_prefetch(reinterpret_cast<const char*>(b + (k + 8) * kTile), _MM_HINT_T0);
-    _tile_loadd(4, a + k * kTile, 64);
-    _tile_loadd(6, b + k * kTile, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    if constexpr (NT == 2) {
-      _tile_loadd(7, b + b_stride + k * kTile, 64);
-      _tile_dpbf16ps(1, 4, 7);
+    const bf16 *row = a.tiles + k * kTile, *column = b.tiles + k * kTile;
+    if (ahead.rows) {
+      // Two tiles ahead, every second line: the core fetches the other of a pair. All lines cost more than they save.
+      const bf16* from = k + 2 < depth ? row + 2 * kTile : ahead.rows + (k + 2 - depth) * kTile;
+      const char* soon = reinterpret_cast<const char*>(from);
+      for (int m = 0; m < MT; ++m)
+        for (int i = 0; i < 16; i += 2)
+          _mm_prefetch(soon + m * a.stride * sizeof(bf16) + i * 64, _MM_HINT_T0);
     }
-    if constexpr (MT == 2) {
-      _tile_loadd(5, a + a_stride + k * kTile, 64);
-      _tile_dpbf16ps(2, 5, 6);
-      if constexpr (NT == 2) _tile_dpbf16ps(3, 5, 7);
+    for (int i = 0; i < ahead.each; ++i, ahead.next += 64) _mm_prefetch(ahead.next, _MM_HINT_T1);
+    _tile_loadd(4, row, 64);
+    _tile_loadd(6, column, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (MT == 1) {
+      if constexpr (NT > 1) {
+        _tile_loadd(7, column + b.stride, 64);
+        _tile_dpbf16ps(1, 4, 7);
+      }
+      if constexpr (NT > 2) {
+        _tile_loadd(5, column + 2 * b.stride, 64);
+        _tile_dpbf16ps(2, 4, 5);
+      }
+      if constexpr (NT > 3) {
+        _tile_loadd(6, column + 3 * b.stride, 64);
+        _tile_dpbf16ps(3, 4, 6);
+      }
+    } else {
+      _tile_loadd(5, row + a.stride, 64);
+      _tile_dpbf16ps(1, 5, 6);
+      if constexpr (NT > 1) {
+        _tile_loadd(7, column + b.stride, 64);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+      }
     }
   }
   _tile_stored(0, c, 64);
-  if constexpr (NT == 2) _tile_stored(1, c + MT * kResults, 64);
-  if constexpr (MT == 2) _tile_stored(2, c + kResults, 64);
-  if constexpr (MT == 2 && NT == 2) _tile_stored(3, c + MT * kResults + kResults, 64);
+  if constexpr (MT * NT > 1) _tile_stored(1, c + kResults, 64);
+  if constexpr (MT * NT > 2) _tile_stored(2, c + 2 * kResults, 64);
+  if constexpr (MT * NT > 3) _tile_stored(3, c + 3 * kResults, 64);
 }
 
 #else
@@ -110,9 +151,9 @@ inline f32x16 add_pair(f32x16 sum, uint32_t a, const bf16* b) {
 
 // R rows at once, so that each load of weights serves all of them.
 template <int R>
-inline void multiply_rows(const bf16* a, const bf16* b, int64_t depth, float* c) {
+inline void multiply_rows(const bf16* a, const bf16* b, int64_t depth, float* c, bool onto) {
   f32x16 sums[R];
-  for (int r = 0; r < R; ++r) sums[r] = f32x16::zero();
+  for (int r = 0; r < R; ++r) sums[r] = onto ? f32x16::load(c + r * kColumns) : f32x16::zero();
   for (int64_t k = 0; k < depth; ++k)
     for (int pair = 0; pair < 16; ++pair)
       for (int r = 0; r < R; ++r) {
@@ -126,17 +167,16 @@ inline void multiply_rows(const bf16* a, const bf16* b, int64_t depth, float* c)
 }  // namespace detail
 
 template <int MT, int NT>
-inline void multiply(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t depth, float* c,
-                     int rows) {
+inline void multiply(Strip a, Strip b, int64_t depth, float* c, int rows, bool onto = false, Ahead /*ahead*/ = {}) {
   for (int n = 0; n < NT; ++n)
     for (int m = 0; m < MT; ++m) {
       const int here = rows - m * kRows < kRows ? rows - m * kRows : kRows;
-      const bf16* from = a + m * a_stride;
+      const bf16 *from = a.tiles + m * a.stride, *column = b.tiles + n * b.stride;
       float* to = c + (n * MT + m) * kResults;
       int r = 0;
       for (; r + 4 <= here; r += 4)
-        detail::multiply_rows<4>(from + r * kDepth, b + n * b_stride, depth, to + r * kColumns);
-      for (; r < here; ++r) detail::multiply_rows<1>(from + r * kDepth, b + n * b_stride, depth, to + r * kColumns);
+        detail::multiply_rows<4>(from + r * kDepth, column, depth, to + r * kColumns, onto);
+      for (; r < here; ++r) detail::multiply_rows<1>(from + r * kDepth, column, depth, to + r * kColumns, onto);
     }
 }
 
