@@ -1,8 +1,8 @@
 """Attention over pages in one native call: K and V are read where they lie, no masks and no buckets are made.
 
 Not the torch path (attention/paged.py, which calls this one for batches that were built for it) and no KV write. For a
-CPU with native kernels and a cache in bf16. A row's bits depend neither on how its prompt was cut into chunks nor on
-what else runs, on where its blocks lie or on the number of threads.
+CPU with native kernels, rows in bf16 and a cache in bf16, fp8 or int8. A row's bits depend neither on how its prompt
+was cut into chunks nor on what else runs, on where its blocks lie or on the number of threads.
 Shapes: T rows, H query heads, Hkv KV heads, Dh and Dv widths of a head of K and V, R runs of rows of one sequence.
 """
 
@@ -19,6 +19,7 @@ from ..native.library import function, load
 from ..quant import NumberFormat
 from .batch import AttentionBatch, AttentionOptions
 
+KV_CODES = {torch.bfloat16: 0, torch.float8_e4m3fn: 1, torch.int8: 2}  # KvFormat of native/csrc/kv_format.h
 _KINDS = {"full": 0, "latent": 0, "window": 1, "chunk": 2}
 _calls: WeakKeyDictionary[KVStorage, dict[int, NativeAttention]] = WeakKeyDictionary()
 
@@ -67,9 +68,10 @@ class NativeStep:
         self.args = AttentionStepArgs(runs.ctypes.data, tables.ctypes.data, slot_mapping.data_ptr(), runs.shape[0])
 
 
-def serves(number_format: NumberFormat, device: torch.device) -> bool:
-    """Tell whether native attention reads a cache of this format on this device."""
-    return device.type == "cpu" and number_format.torch_dtype == torch.bfloat16 and load() is not None
+def serves(rows: NumberFormat, cache: NumberFormat, device: str) -> bool:
+    """Tell whether native attention computes `rows` over a `cache` of these formats on this device."""
+    fits = rows.torch_dtype == torch.bfloat16 and cache.torch_dtype in KV_CODES
+    return fits and device == "cpu" and load() is not None
 
 
 class NativeAttention:
@@ -85,16 +87,20 @@ class NativeAttention:
     def __init__(self, storage: KVStorage, layer: int, options: AttentionOptions, num_heads: int) -> None:
         self._call = function("moewe_attention", AttentionArgs)
         self.options = options
-        k, v = storage.layer(layer)  # [num_blocks, block_size, Hkv, Dh], [num_blocks, block_size, Hkv, Dv]
+        pages = storage.pages(layer)
+        k, v = (part.elements for part in pages)  # [num_blocks, block_size, Hkv, Dh], [num_blocks, block_size, Hkv, Dv]
+        k_scales, v_scales = (None if part.scales is None else part.scales.data_ptr() for part in pages)
         group = storage.groups[storage.group_of(layer)]
         num_kv_heads, head_dim, value_dim = k.shape[2], k.shape[3], v.shape[3]
-        assert num_heads % num_kv_heads == 0 and k.dtype == v.dtype == torch.bfloat16, (num_heads, k.shape, k.dtype)
+        assert num_heads % num_kv_heads == 0 and k.dtype == v.dtype, (num_heads, k.shape, k.dtype)
         assert options.scale > 0, options.scale
         assert num_kv_heads == 1 or v.stride(2) == value_dim, "heads of V stand side by side"
         self._sinks = None if options.sinks is None else options.sinks.float().contiguous()
         self.args = AttentionArgs(
             k=k.data_ptr(),
             v=v.data_ptr(),
+            k_scales=k_scales,
+            v_scales=v_scales,
             sinks=None if self._sinks is None else self._sinks.data_ptr(),
             block_size=storage.block_size,
             k_stride=k.stride(1),
@@ -105,6 +111,7 @@ class NativeAttention:
             head_dim=head_dim,
             value_dim=value_dim,
             kind=_KINDS[group.kind],
+            kv_format=KV_CODES[k.dtype],
             scale=options.scale,
             score_cap=options.score_cap,
         )

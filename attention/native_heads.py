@@ -1,7 +1,8 @@
 """Norm of heads, rotation, query temperature and the write of K and V, in one native call over the rows of a step.
 
 Not the product that makes q, k and v and not attention. What is computed is what models/layers.py spells out in torch,
-rounded to bf16 at the same places; only the sum in a norm is added up in another order.
+rounded to bf16 at the same places; only the sum in a norm is added up in another order. K and V are stored in the
+format of their cache group, as kvcache/scaled.py says.
 Letters: T rows, H query heads, Hkv KV heads, Dh head width, R rotated elements.
 """
 
@@ -14,6 +15,7 @@ import torch
 
 from ..kvcache import KVStorage
 from ..native.library import function
+from .native import KV_CODES
 
 _HEAD_NORMS = {None: 0, "head": 1, "full": 2, "unit": 3}
 
@@ -80,11 +82,15 @@ class QkvEpilogue:
         self._call = function("moewe_qkv_epilogue", QkvEpilogueArgs)
         self._steps, self._storage = steps, storage
         self._weights = None if steps.norm_weights is None else steps.norm_weights.contiguous()
-        k, v = storage.layer(layer)
-        assert k.dtype == torch.bfloat16 and k.shape[2:] == v.shape[2:] == (steps.num_kv_heads, steps.head_dim), k.shape
+        pages = storage.pages(layer)
+        k, v = (part.elements for part in pages)
+        k_scales, v_scales = (None if part.scales is None else part.scales.data_ptr() for part in pages)
+        assert k.shape[2:] == v.shape[2:] == (steps.num_kv_heads, steps.head_dim), k.shape
         self.args = QkvEpilogueArgs(
             k_cache=k.data_ptr(),
             v_cache=v.data_ptr(),
+            k_scales=k_scales,
+            v_scales=v_scales,
             norm_weights=None if self._weights is None else self._weights.data_ptr(),
             heads=steps.num_heads,
             kv_heads=steps.num_kv_heads,
@@ -94,6 +100,7 @@ class QkvEpilogue:
             interleaved=steps.interleaved,
             head_norm=_HEAD_NORMS[steps.head_norm],
             norm_after_rotary=steps.norm_after_rotary,
+            kv_format=KV_CODES[k.dtype],
             eps=steps.eps,
         )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..kvcache import KVStorage
+from ..kvcache import KVStorage, Pages
 from .batch import AttentionBatch, AttentionOptions, DecodeBucket, PrefillSegment
 from .native import native_attention
 
@@ -36,8 +36,8 @@ def paged_attention(
     """
     if batch.native is not None:
         return native_attention(q, storage, layer, batch, options)
-    k, v = storage.layer(layer)
-    if options.sinks is not None or options.score_cap or k.shape[3] != v.shape[3]:
+    k, v = storage.pages(layer)
+    if options.sinks is not None or options.score_cap or k.elements.shape[3] != v.elements.shape[3]:
         return _spelled_out(q, k, v, batch, options)
     scale = options.scale
     pieces = len(batch.prefills) + len(batch.decodes)
@@ -52,29 +52,29 @@ def paged_attention(
     return out
 
 
-def _gather(cache: torch.Tensor, block_table: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """Copy the blocks of each sequence side by side: [num_blocks, block_size, Hkv, Dh] -> [B, Hkv, num_keys, Dh]."""
+def _gather(pages: Pages, block_table: torch.Tensor, num_keys: int, dtype: torch.dtype) -> torch.Tensor:
+    """Copy the blocks of each sequence side by side, as values in `dtype`: [B, n] -> [B, Hkv, num_keys, Dh]."""
     num_rows, num_blocks = block_table.shape
-    blocks = cache.index_select(0, block_table.view(-1))
-    tokens = blocks.view(num_rows, num_blocks * cache.shape[1], cache.shape[2], cache.shape[3])
+    blocks = pages.read(block_table.view(-1), dtype)
+    tokens = blocks.view(num_rows, num_blocks * blocks.shape[1], *blocks.shape[2:])
     return tokens[:, :num_keys].transpose(1, 2)
 
 
-def _decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bucket: DecodeBucket, scale: float) -> torch.Tensor:
+def _decode(q: torch.Tensor, k: Pages, v: Pages, bucket: DecodeBucket, scale: float) -> torch.Tensor:
     """[B, H, Dh] over [B, n] blocks; the query heads of a KV head are rows of one product, so KV is not expanded."""
     num_rows, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[2]
+    num_kv_heads = k.elements.shape[2]
     grouped = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)  # [B, Hkv, G, Dh]
-    keys = _gather(k, bucket.block_table, bucket.num_keys)
-    values = _gather(v, bucket.block_table, bucket.num_keys)
+    keys = _gather(k, bucket.block_table, bucket.num_keys, q.dtype)
+    values = _gather(v, bucket.block_table, bucket.num_keys, q.dtype)
     out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bucket.mask, scale=scale)
     return out.reshape(num_rows, num_heads, head_dim)
 
 
-def _prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segment: PrefillSegment, scale: float) -> torch.Tensor:
+def _prefill(q: torch.Tensor, k: Pages, v: Pages, segment: PrefillSegment, scale: float) -> torch.Tensor:
     """[R, H, Dh] over the blocks of one sequence, causal with an offset."""
-    keys = _gather(k, segment.block_table[None], segment.num_keys)  # [1, Hkv, S, Dh]
-    values = _gather(v, segment.block_table[None], segment.num_keys)
+    keys = _gather(k, segment.block_table[None], segment.num_keys, q.dtype)  # [1, Hkv, S, Dh]
+    values = _gather(v, segment.block_table[None], segment.num_keys, q.dtype)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         keys,
@@ -87,19 +87,17 @@ def _prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segment: Prefill
     return out[0].transpose(0, 1)
 
 
-def _spelled_out(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: AttentionBatch, options: AttentionOptions
-) -> torch.Tensor:
+def _spelled_out(q: torch.Tensor, k: Pages, v: Pages, batch: AttentionBatch, options: AttentionOptions) -> torch.Tensor:
     """Do what `paged_attention` does, with any options, widths and kinds."""
 
     def gather(block_table: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys = _gather(k, block_table, num_keys).float()
+        keys = _gather(k, block_table, num_keys, torch.float32)
         if batch.kind == "latent":  # the values lie in the keys: read them once
-            return keys, keys[..., : v.shape[3]]
-        return keys, _gather(v, block_table, num_keys).float()
+            return keys, keys[..., :value_dim]
+        return keys, _gather(v, block_table, num_keys, torch.float32)
 
-    num_heads = q.shape[1]
-    out = q.new_empty(q.shape[0], num_heads, v.shape[3])
+    num_heads, value_dim = q.shape[1], v.elements.shape[3]
+    out = q.new_empty(q.shape[0], num_heads, value_dim)
     for bucket in batch.decodes:
         step = max(1, MOST_SCORES // (num_heads * bucket.num_keys))
         for i in range(0, len(bucket.rows), step):

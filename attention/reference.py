@@ -2,6 +2,7 @@
 
 Not used by the product: tests compare `paged_attention` (and later native and Triton kernels) with it. It looks at no
 mask and at no number of keys: what a row sees follows from its position and the kind of the cache group.
+Elements of formats with scales are turned into values first.
 Shapes: q [T, H, Dh]; K of a layer [num_blocks, block_size, Hkv, Dh], V [num_blocks, block_size, Hkv, Dv].
 """
 
@@ -19,7 +20,8 @@ def paged_attention(
     q: torch.Tensor, storage: KVStorage, layer: int, batch: AttentionBatch, options: AttentionOptions
 ) -> torch.Tensor:
     """Return `attend` of every row over the tokens that it sees: [T, H, Dv] f64; NaN for a row in no piece."""
-    keys, values = storage.layer(layer)
+    every = torch.arange(storage.num_blocks[storage.group_of(layer)])
+    keys, values = (pages.read(every, torch.float64) for pages in storage.pages(layer))
     size = storage.block_size
     out = torch.full((*q.shape[:2], values.shape[-1]), math.nan, dtype=torch.float64)
 

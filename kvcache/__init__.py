@@ -2,6 +2,6 @@
 
 from .block_pool import BlockPool
 from .groups import CacheGroup
-from .storage import KVStorage
+from .storage import KVStorage, Pages
 
-__all__ = ["BlockPool", "CacheGroup", "KVStorage"]
+__all__ = ["BlockPool", "CacheGroup", "KVStorage", "Pages"]

@@ -50,7 +50,7 @@ class CacheGroup:
         head_dim: elements of a head of K.
         value_dim: elements of a head of V.
         window: of `window` and `chunk`; else 0.
-        number_format: how an element is stored.
+        number_format: how an element is stored, and whether scales stand beside them.
     """
 
     name: str
@@ -70,5 +70,7 @@ class CacheGroup:
 
     def bytes_per_token(self) -> int:
         """Bytes that one token of one sequence takes over all layers of the group (K, and V where it is stored)."""
-        elements = self.head_dim + (0 if self.kind == "latent" else self.value_dim)
-        return len(self.layers) * self.num_kv_heads * elements * self.number_format.itemsize
+        widths = (self.head_dim,) if self.kind == "latent" else (self.head_dim, self.value_dim)
+        held = self.number_format
+        a_head = sum(width * held.itemsize + held.scale_itemsize for width in widths)
+        return len(self.layers) * self.num_kv_heads * a_head

@@ -2,18 +2,42 @@
 
 Not an allocator (block_pool.py decides who owns a block) and not attention (attention/paged.py reads it).
 Shapes: a layer's K is [num_blocks, block_size, Hkv, Dh] and its V [num_blocks, block_size, Hkv, Dv], with the number of
-blocks of its cache group; a slot is block_id * block_size + offset. V of a latent layer is a view into its K.
+blocks of its cache group; a slot is block_id * block_size + offset. V of a latent layer is a view into its K. Formats
+with scales have [num_blocks, block_size, Hkv] of them beside each, under the same block numbers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ..native.huge_pages import map_huge
+from ..quant import SCALE_DTYPE
 from .groups import CacheGroup
+from .scaled import dequantize_heads, quantize_heads
+
+
+@dataclass(frozen=True, eq=False)
+class Pages:
+    """K or V of one layer, as it is stored.
+
+    Attributes:
+        elements: [num_blocks, block_size, Hkv, W].
+        scales: [num_blocks, block_size, Hkv] of a format with scales, else None.
+    """
+
+    elements: torch.Tensor
+    scales: torch.Tensor | None
+
+    def read(self, block_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values of blocks [n] i64: [n, block_size, Hkv, W] in `dtype`."""
+        elements = self.elements.index_select(0, block_ids)
+        if self.scales is not None:
+            elements = dequantize_heads(elements, self.scales.index_select(0, block_ids))
+        return elements.to(dtype)
 
 
 class KVStorage:
@@ -45,9 +69,9 @@ class KVStorage:
         self.groups = tuple(groups)
         self.num_blocks = (num_blocks,) * len(self.groups) if isinstance(num_blocks, int) else tuple(num_blocks)
         self.block_size = block_size
-        self._tensors: list[list[torch.Tensor]] = []  # a group: K [len(layers), num_blocks, block_size, Hkv, Dh], V
-        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._flat: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # [num_blocks * block_size, Hkv, width]
+        # Of a group: K [len(layers), num_blocks, block_size, Hkv, Dh], V, and their scales without the last dim.
+        self._tensors: list[list[torch.Tensor]] = []
+        self._layers: dict[int, tuple[Pages, Pages]] = {}
         self._group_of: dict[int, int] = {}
         if len(self.num_blocks) != len(self.groups):
             raise ValueError(f"{len(self.num_blocks)} numbers of blocks for {len(self.groups)} cache groups")
@@ -60,35 +84,48 @@ class KVStorage:
                 )
             shape = (len(group.layers), blocks, block_size, group.num_kv_heads)
             widths = (group.head_dim,) if latent else (group.head_dim, group.value_dim)
-            dtype = group.number_format.torch_dtype
-            tensors = [_zeros((*shape, width), dtype, torch.device(device)) for width in widths]
-            self._tensors.append(tensors)
+            held = group.number_format
+            elements = [_zeros((*shape, width), held.torch_dtype, torch.device(device)) for width in widths]
+            scales = [_zeros(shape, SCALE_DTYPE, torch.device(device)) for _ in widths if held.is_scaled]
+            self._tensors.append(elements + scales)
             for i, layer in enumerate(group.layers):
                 if layer in self._layers:
                     raise ValueError(
                         f"layer {layer} is in cache group {group.name!r} and in another; give it one group"
                     )
-                k = tensors[0][i]
-                v = k[..., : group.value_dim] if latent else tensors[1][i]
+                k, *values = (Pages(e[i], scales[j][i] if scales else None) for j, e in enumerate(elements))
+                v = values[0] if values else Pages(k.elements[..., : group.value_dim], k.scales)
                 self._layers[layer] = (k, v)
-                self._flat[layer] = (k.flatten(0, 1), None if latent else v.flatten(0, 1))
                 self._group_of[layer] = index
 
     @property
     def num_bytes(self) -> int:
         """Exact bytes of all groups."""
-        return sum(tensor.numel() * tensor.element_size() for tensors in self._tensors for tensor in tensors)
+        return sum(self.bytes_by_format().values())
+
+    def bytes_by_format(self) -> dict[str, int]:
+        """Return the same by number format, scales included."""
+        held: dict[str, int] = {}
+        for group, tensors in zip(self.groups, self._tensors):
+            name = group.number_format.name
+            held[name] = held.get(name, 0) + sum(tensor.nbytes for tensor in tensors)
+        return held
 
     def group_of(self, layer: int) -> int:
         """Return the number of the cache group that `layer` is in."""
         return self._group_of[layer]
 
-    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K [num_blocks, block_size, Hkv, Dh] and V [num_blocks, block_size, Hkv, Dv] of `layer`; views."""
+    def pages(self, layer: int) -> tuple[Pages, Pages]:
+        """Return K and V of `layer`; views."""
         return self._layers[layer]
 
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the elements of K [num_blocks, block_size, Hkv, Dh] and V [..., Dv] of `layer`; views."""
+        k, v = self._layers[layer]
+        return k.elements, v.elements
+
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor | None, slot_mapping: torch.Tensor) -> None:
-        """Store the rows of a step.
+        """Store the rows of a step, in the format of their cache group.
 
         Args:
             layer: decoder layer number.
@@ -96,17 +133,27 @@ class KVStorage:
             v: [T, Hkv, Dv]; None for a latent layer, whose values are a part of `k`.
             slot_mapping: [T] i64, no slot twice.
         """
-        flat_k, flat_v = self._flat[layer]
-        assert (v is None) == (flat_v is None), "values go with the layers that store them"
-        flat_k.index_copy_(0, slot_mapping, k)
-        if flat_v is not None and v is not None:
-            flat_v.index_copy_(0, slot_mapping, v)
+        group = self.groups[self._group_of[layer]]
+        assert (v is None) == (group.kind == "latent"), "values go with the layers that store them"
+        for pages, rows in zip(self._layers[layer], (k, v)):
+            if rows is None:
+                continue
+            if pages.scales is not None:
+                rows, scales = quantize_heads(rows, group.number_format)
+                pages.scales.flatten(0, 1).index_copy_(0, slot_mapping, scales)
+            elements = pages.elements.flatten(0, 1)
+            _movable(elements).index_copy_(0, slot_mapping, _movable(rows.to(elements.dtype)))
 
     def zero_blocks(self, block_ids: torch.Tensor | Sequence[int], group: int = 0) -> None:
         """Set blocks of one cache group to zero in its layers (after a sequence whose values were not finite)."""
         for tensor in self._tensors[group]:
             ids = torch.as_tensor(block_ids, dtype=torch.int64, device=tensor.device)
-            tensor.index_fill_(1, ids, 0)
+            _movable(tensor).index_fill_(1, ids, 0)
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory in a type that torch moves by index: it moves no float of eight bits."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

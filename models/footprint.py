@@ -29,11 +29,16 @@ from .parameters import (
 
 
 def model_footprint(
-    config: ModelConfig, *, name: str, dtype: NumberFormat | str, scheme: WeightScheme | None = None
+    config: ModelConfig,
+    *,
+    name: str,
+    dtype: NumberFormat | str,
+    scheme: WeightScheme | None = None,
+    kv_dtype: NumberFormat | None = None,
 ) -> ModelFootprint:
     """Return what the model weighs when its weights are held as `dtype`, and its matrices quantised to `scheme`.
 
-    `name` is what a printed budget calls it.
+    `name` is what a printed budget calls it. KV is stored as `kv_dtype`, or else as the weights are.
     """
     held, moe = _as_format(dtype), config.moe
 
@@ -77,7 +82,7 @@ def model_footprint(
         expert_bytes=max(map(size, experts), default=0),
         embedding_bytes=size(embedding),
         head_bytes=size(head) + head_copy,
-        kv_groups=kv_groups(config, dtype=held),
+        kv_groups=kv_groups(config, dtype=kv_dtype or held),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         max_model_len=config.max_position_embeddings,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from ..attention.batch import AttentionBatch
-from ..attention.native import AttentionArgs, AttentionStepArgs, NativeAttention
+from ..attention.native import KV_CODES, AttentionArgs, AttentionStepArgs, NativeAttention
 from ..attention.native_heads import HeadSteps, QkvEpilogue, QkvEpilogueArgs
 from ..kvcache import KVStorage
 from ..moe.gated import SILU
@@ -69,8 +69,8 @@ class StepArgs(ctypes.Structure):
 def can_fuse(config: ModelConfig, weights: ModelWeights, storage: KVStorage) -> bool:
     """Tell whether the layers of a model can be run so."""
     is_packed = all(isinstance(m, PackedTensor) for layer in weights.layers for m in (layer.qkv, layer.o))
-    is_bf16 = all(group.number_format.torch_dtype == torch.bfloat16 for group in storage.groups)
-    return is_packed and is_bf16 and config.latent is None and load() is not None
+    is_read = all(group.number_format.torch_dtype in KV_CODES for group in storage.groups)
+    return is_packed and is_read and config.latent is None and load() is not None
 
 
 class NativeLayers:

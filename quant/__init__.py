@@ -1,6 +1,6 @@
 """Number formats for weights and KV (level 1)."""
 
-from .formats import FORMATS, NumberFormat, parse_format
+from .formats import FORMATS, KV_FORMATS, SCALE_DTYPE, NumberFormat, parse_format, parse_kv_format
 from .linear import Matrix, dense, embedding_rows, linear, logits, num_bytes
 from .memory import empty_matrix
 from .packed import PackedTensor, can_pack, pack
@@ -12,8 +12,10 @@ from .tensor import FP8_BLOCK, MXFP4, MXFP4_SCHEME, QuantScheme, QuantTensor
 __all__ = [
     "FORMATS",
     "FP8_BLOCK",
+    "KV_FORMATS",
     "MXFP4",
     "MXFP4_SCHEME",
+    "SCALE_DTYPE",
     "Matrix",
     "NumberFormat",
     "PackedTensor",
@@ -31,6 +33,7 @@ __all__ = [
     "num_bytes",
     "pack",
     "parse_format",
+    "parse_kv_format",
     "quantize",
     "weight_scheme",
 ]

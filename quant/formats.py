@@ -1,6 +1,6 @@
 """Number formats of weights, activations and KV: their names, widths and torch types.
 
-Not a quantiser and not a kernel: only the table that everybody reads, so that a format is spelled in one place.
+Not a quantiser and not a kernel: only the tables that everybody reads, so that a format is spelled in one place.
 Units: bytes per element. Formats that pack several elements in a byte are schemes of `tensor`.
 """
 
@@ -13,22 +13,47 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class NumberFormat:
-    """One number format: `name` as config.json spells it, and the torch type that holds it."""
+    """One number format.
+
+    Attributes:
+        name: as config.json spells it, or as users name a format of KV.
+        torch_dtype: the torch type that holds an element.
+        largest: of a format of KV whose elements have scales: the largest element. 0 where elements are the values.
+    """
 
     name: str
     torch_dtype: torch.dtype
+    largest: float = 0.0
 
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
         return self.torch_dtype.itemsize
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether elements are multiplied by a scale that stands beside them."""
+        return self.largest > 0
+
+    @property
+    def scale_itemsize(self) -> int:
+        """Bytes of a scale."""
+        return SCALE_DTYPE.itemsize if self.is_scaled else 0
+
+
+SCALE_DTYPE = torch.bfloat16  # of KV
 
 FORMATS: dict[str, NumberFormat] = {
     "float32": NumberFormat(name="float32", torch_dtype=torch.float32),
     "bfloat16": NumberFormat(name="bfloat16", torch_dtype=torch.bfloat16),
     "float16": NumberFormat(name="float16", torch_dtype=torch.float16),
 }
+# What KV can be besides: elements of one byte and a scale a token and KV head (kvcache/scaled.py).
+KV_FORMATS: dict[str, NumberFormat] = {
+    "fp8": NumberFormat(name="fp8", torch_dtype=torch.float8_e4m3fn, largest=448.0),
+    "int8": NumberFormat(name="int8", torch_dtype=torch.int8, largest=127.0),
+}
+_KV_ALIASES = {"fp8_e4m3": "fp8", "fp8_per_token_head": "fp8", "int8_per_token_head": "int8"}
 _ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 
@@ -44,3 +69,28 @@ def parse_format(name: str) -> NumberFormat:
         known = ", ".join([*FORMATS, *_ALIASES])
         raise ValueError(f"dtype {name!r} is not a number format that moewe knows; use one of: {known}")
     return FORMATS[key]
+
+
+def parse_kv_format(name: str, model: NumberFormat) -> NumberFormat:
+    """Return the format of KV called `name` beside a model that runs in `model`; `auto` is the model's.
+
+    Raises:
+        ValueError: KV is not kept in such a format, or not beside this one.
+    """
+    key = name.strip().lower()
+    key = _KV_ALIASES.get(key, key)
+    if key == "auto":
+        return model
+    if key in KV_FORMATS:
+        return KV_FORMATS[key]
+    allowed = dict.fromkeys((model.name, "bfloat16"))
+    try:
+        found = parse_format(key)
+    except ValueError:
+        found = None
+    if found is None or found.name not in allowed:
+        raise ValueError(
+            f"kv_cache_dtype={name!r} is not available with dtype {model.name}; "
+            f"use {', '.join(['auto', *allowed, *KV_FORMATS])}"
+        )
+    return found

@@ -71,7 +71,8 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True):
         kv_cache_memory_bytes: KV bytes a rank; None derives it from `gpu_memory_utilization`.
         gpu_memory_utilization: share of the device's memory for weights and KV (on CPU: of the host's, over its ranks).
         num_blocks: exact number of blocks a rank, for tests; None derives it.
-        kv_cache_dtype: number format of KV; `auto` and the name of the model's own format mean the same.
+        kv_cache_dtype: number format of KV: `auto` (the model's own), `bfloat16`, `fp8` (e4m3) or `int8`; the last two
+            with a scale a token and KV head.
     """
 
     block_size: int = 16

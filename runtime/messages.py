@@ -117,6 +117,7 @@ class Ready(Message, frozen=True, kw_only=True):
         weight_bytes: per rank, bytes of weights held.
         weight_bytes_read: per rank, bytes read from disk.
         weight_kinds: per rank, bytes held by `kind/format` (models.weights.bytes_by_kind).
+        kv_bytes: per rank, bytes of the KV pool by number format, scales included.
         pids: worker processes (the engine's own pid for ranks that are threads).
     """
 
@@ -129,6 +130,7 @@ class Ready(Message, frozen=True, kw_only=True):
     weight_bytes_read: tuple[int, ...]
     pids: tuple[int, ...]
     weight_kinds: tuple[dict[str, int], ...] = ()
+    kv_bytes: tuple[dict[str, int], ...] = ()
 
 
 class CounterRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,11 +217,13 @@ class KVAllocated(Message, frozen=True, kw_only=True):
     Attributes:
         memory_bandwidth: how fast this rank reads memory while all others do too, bytes/s.
         cache_resident: that was measured in a cache, and says nothing about memory.
+        kv_bytes: of the pool by number format, scales included.
     """
 
     rank: int
     memory_bandwidth: float
     cache_resident: bool = False
+    kv_bytes: dict[str, int] = {}
 
 
 class StepDone(Message, frozen=True, kw_only=True):

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import msgspec
 
+from ..attention.native import serves
 from ..models.config import ModelConfig
 from ..models.families import load_config, unread_fields
 from ..models.footprint import model_footprint
 from ..models.loading import check_weights
 from ..native.library import outcome
-from ..quant import NumberFormat, parse_format, weight_scheme
+from ..quant import NumberFormat, parse_format, parse_kv_format, weight_scheme
 from ..text import check_tokenizer_files
 from ..topologies import (
     ByteBudget,
@@ -115,13 +116,13 @@ def resolve(config: EngineConfig) -> Resolved:
             "dtype float16: the checkpoint is bfloat16, whose values may be too large for it; a request that meets one "
             "ends with an error; bfloat16 holds them all"
         )
-    _check_kv_format(config.cache, dtype)
+    kv_format = _kv_format(config, dtype)
     quantization = config.model.quantization
     if quantization is not None:
         _check_quantization(quantization, model, dtype)
     threads, cpus = _compute(config, topology)
     scheme = weight_scheme(quantization) if quantization is not None else None
-    footprint = model_footprint(model, name=config.model.model, dtype=dtype, scheme=scheme)
+    footprint = model_footprint(model, name=config.model.model, dtype=dtype, scheme=scheme, kv_dtype=kv_format)
     asked = config.model.max_model_len
     if asked is not None and asked > model.max_position_embeddings:
         raise ValueError(
@@ -132,6 +133,7 @@ def resolve(config: EngineConfig) -> Resolved:
         model=msgspec.structs.replace(
             config.model, dtype=dtype.name, max_model_len=asked or model.max_position_embeddings
         ),
+        cache=msgspec.structs.replace(config.cache, kv_cache_dtype=kv_format.name),
         parallel=msgspec.structs.replace(config.parallel, topology=topology.long(), threads=threads),
     )
     if gpus is None:
@@ -198,7 +200,9 @@ def _fit_host(
     check_fits(budget, host_bytes=memory * topology.num_ranks)
     if cache.num_blocks is None:
         sizes = ", ".join(f"{group.name} {n}" for group, n in zip(groups, budget.group_blocks, strict=True))
-        log.info("KV: %s blocks of %d tokens a rank, %d bytes", sizes, cache.block_size, num_bytes)
+        log.info(
+            "KV: %s blocks of %d tokens a rank, %d bytes, %s", sizes, cache.block_size, num_bytes, cache.kv_cache_dtype
+        )
     model = msgspec.structs.replace(config.model, max_model_len=limits.max_model_len)
     cache = msgspec.structs.replace(cache, num_blocks=num_blocks)
     return msgspec.structs.replace(config, model=model, cache=cache), budget
@@ -254,18 +258,15 @@ def rank_cpus(nodes: list[list[int]], num_ranks: int) -> tuple[tuple[int, ...], 
     return tuple(dealt)
 
 
-def _check_kv_format(cache: CacheOptions, dtype: NumberFormat) -> None:
-    """Refuse a KV format other than the model's."""
-    asked = cache.kv_cache_dtype
-    try:
-        fine = asked == "auto" or parse_format(asked) == dtype
-    except ValueError:
-        fine = False
-    if not fine:
-        raise ValueError(
-            f"kv_cache_dtype={asked!r} is not available: this version stores KV in the model's dtype; "
-            f"use auto or {dtype.name}"
-        )
+def _kv_format(config: EngineConfig, dtype: NumberFormat) -> NumberFormat:
+    """Return what KV is stored as beside a model that runs in `dtype`; say so where it is another format."""
+    found = parse_kv_format(config.cache.kv_cache_dtype, dtype)
+    if found.is_scaled and not serves(dtype, found, config.parallel.device):
+        log.warning(
+            "kv_cache_dtype %s: torch turns each block that is read into %s, which is slow; native kernels read it in "
+            "place, on a CPU and with dtype bfloat16 (see `moewe doctor`)", found.name, dtype.name,
+        )  # fmt: skip
+    return found
 
 
 def _check_quantization(asked: str, model: ModelConfig, dtype: NumberFormat) -> None:

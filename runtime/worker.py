@@ -28,7 +28,7 @@ from ..models.weights import bytes_by_kind
 from ..moe.wide_ep.exchange import Exchange
 from ..moe.wide_ep.placement import ExpertPlacement
 from ..native.library import set_threads
-from ..quant import can_pack, parse_format, weight_scheme
+from ..quant import can_pack, parse_format, parse_kv_format, weight_scheme
 from ..telemetry import RankCounters, RankProgress
 from .config import EngineConfig
 from .kv_layout import kv_layout, step_limits
@@ -93,6 +93,7 @@ class Worker:
         self.number_format = parse_format(
             self.model_config.dtype if config.model.dtype == "auto" else config.model.dtype
         )
+        self.kv_format = parse_kv_format(config.cache.kv_cache_dtype, self.number_format)
         self.device = torch.device(config.parallel.device)
         self.counters = RankCounters(len(self.model_config.moe_layers), placement.num_local_slots(rank))
         self.observer: Observer | None = None
@@ -174,9 +175,9 @@ class Worker:
         """
         config, model = self.config, self.model_config
         limits = step_limits(config, otherwise=model.max_position_embeddings)
-        layout = kv_layout(kv_groups(model, dtype=self.number_format), limits, num_blocks)
+        layout = kv_layout(kv_groups(model, dtype=self.kv_format), limits, num_blocks)
         self._storage = KVStorage(
-            cache_groups(model, dtype=self.number_format),
+            cache_groups(model, dtype=self.kv_format),
             num_blocks=layout.num_blocks,
             block_size=config.cache.block_size,
             device=self.device,
@@ -190,7 +191,10 @@ class Worker:
         self._warm_up()
         measured = read_bandwidth(self.device, self.num_ranks)
         return KVAllocated(
-            rank=self.rank, memory_bandwidth=measured.bytes_per_second, cache_resident=measured.cache_resident
+            rank=self.rank,
+            memory_bandwidth=measured.bytes_per_second,
+            cache_resident=measured.cache_resident,
+            kv_bytes=self._storage.bytes_by_format(),
         )
 
     @torch.inference_mode()
@@ -266,7 +270,7 @@ class Worker:
 
     def _attention(self, rows: StepRows, own: GroupRows, kind_and_window: tuple[str, int]) -> AttentionBatch:
         kind, window = kind_and_window
-        if serves(self.number_format, self.device):
+        if serves(self.number_format, self.kv_format, self.device.type):
             return build_native_batch(
                 slot_mapping=own.slot_mapping,
                 segments=own.segments,

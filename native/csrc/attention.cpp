@@ -53,8 +53,8 @@ struct Work {
   float* scores;                     // [2][kKeys][16], of two units
   bf16* weights;                     // [2][16][32]
   bf16* values;                      // packed V of a tile
-  bf16* keys;                        // [kKeys][padded Dh] where K cannot be read in place
-  bf16 *wide_keys, *wide_values;     // rows of a tile in bf16, of a quantised cache
+  bf16* keys;                        // [kKeys][padded Dh] where K is not multiplied where it lies
+  bf16* wide_values;                 // [kKeys][value_width] of a format with scales, where V is not packed
 
   Work(const Attention& a, int64_t units) {
     const int64_t key_width = round_up(a.head_dim, kDepth);
@@ -63,7 +63,7 @@ struct Work {
     const int64_t tile_values = value_width * kKeys * 2, tile_keys = key_width * kKeys * 2;
     const int64_t bytes[] = {round_up(units * int64_t{sizeof(Queries)}, 64), units * query_bytes,
                              units * kQueries * value_width * 4, 2 * kKeys * kQueries * 4, 2 * kTile * 2, tile_values,
-                             tile_keys, a.kv_format == kKvBf16 ? 0 : tile_keys, tile_values};
+                             tile_keys, a.kv_format == kKvBf16 ? 0 : tile_values};
     int64_t all = 0;
     for (const int64_t part : bytes) all += part;
     char* at = static_cast<char*>(own_scratch().take(all));
@@ -75,7 +75,6 @@ struct Work {
     weights = reinterpret_cast<bf16*>(next());
     values = reinterpret_cast<bf16*>(next());
     keys = reinterpret_cast<bf16*>(next());
-    wide_keys = reinterpret_cast<bf16*>(next());
     wide_values = reinterpret_cast<bf16*>(next());
   }
 };
@@ -182,9 +181,13 @@ class Walk {
   // Asks for a part of the next tile, the more of them the more heads there are: whole rows, as they lie in memory.
   void prefetch(int64_t part, int64_t parts) const {
     for (int64_t key = part * kKeys / parts; key < (part + 1) * kKeys / parts; ++key) {
-      if (next_slots_[key] < 0) continue;
-      prefetch(a_.k, next_slots_[key] * a_.k_stride, a_.head_dim);
-      if (a_.v != a_.k) prefetch(a_.v, next_slots_[key] * a_.v_stride, a_.value_dim);
+      const int64_t slot = next_slots_[key];
+      if (slot < 0) continue;
+      prefetch(a_.k, slot * a_.k_stride, a_.head_dim);
+      if (a_.v != a_.k) prefetch(a_.v, slot * a_.v_stride, a_.value_dim);
+      if (a_.kv_format == kKvBf16) continue;
+      _mm_prefetch(reinterpret_cast<const char*>(a_.k_scales + slot * a_.kv_heads + task_.head), _MM_HINT_T1);
+      _mm_prefetch(reinterpret_cast<const char*>(a_.v_scales + slot * a_.kv_heads + task_.head), _MM_HINT_T1);
     }
   }
 
@@ -195,38 +198,57 @@ class Walk {
   }
 
   void load(int64_t head) {
-    const bool is_wide = a_.kv_format == kKvBf16;
+    if (a_.kv_format == kKvFp8) load_as<Fp8Kv>(head);
+    else if (a_.kv_format == kKvInt8) load_as<Int8Kv>(head);
+    else load_as<Bf16Kv>(head);
+  }
+
+  // Keys of a format with scales are made bf16 here; their scales are left to the softmax.
+  template <class Format>
+  void load_as(int64_t head) {
+    using Element = typename Format::Element;
+    const int64_t width = round_up(a_.head_dim, kDepth);
+    const Element* values[kKeys];
     for (int key = 0; key < kKeys; ++key) {
       const int64_t slot = tile_.slots[key];
       tile_.keys[key] = tile_.values[key] = nullptr;
+      values[key] = nullptr;
       tile_.k_scales[key] = tile_.v_scales[key] = 0.0f;
       if (slot < 0) continue;
-      const int64_t k_at = slot * a_.k_stride + head * a_.head_dim, v_at = slot * a_.v_stride + head * a_.value_dim;
-      if (is_wide) {
-        tile_.keys[key] = static_cast<const bf16*>(a_.k) + k_at;
-        tile_.values[key] = static_cast<const bf16*>(a_.v) + v_at;
-        continue;
+      const Element* k = static_cast<const Element*>(a_.k) + slot * a_.k_stride + head * a_.head_dim;
+      values[key] = static_cast<const Element*>(a_.v) + slot * a_.v_stride + head * a_.value_dim;
+      if constexpr (Format::kScaled) {
+        widen_row<Format>(k, a_.head_dim, work_.keys + key * width);
+        tile_.keys[key] = work_.keys + key * width;
+        tile_.k_scales[key] = to_float(a_.k_scales[slot * a_.kv_heads + head]);
+        tile_.v_scales[key] = to_float(a_.v_scales[slot * a_.kv_heads + head]);
+      } else {
+        tile_.keys[key] = k;
       }
-      tile_.keys[key] = work_.wide_keys + key * a_.head_dim;
-      tile_.values[key] = work_.wide_values + key * a_.value_dim;
-      widen_row(a_.kv_format, a_.k, k_at, a_.head_dim, work_.wide_keys + key * a_.head_dim);
-      widen_row(a_.kv_format, a_.v, v_at, a_.value_dim, work_.wide_values + key * a_.value_dim);
-      tile_.k_scales[key] = a_.k_scales[slot * a_.kv_heads + head];
-      tile_.v_scales[key] = a_.v_scales[slot * a_.kv_heads + head];
     }
 #if MOEWE_AMX
-    group_keys(is_wide);
+    group_keys(Format::kScaled);
     for (int pair = 0; pair < kKeys / 2; ++pair)
-      pack_values(tile_.values[2 * pair], tile_.values[2 * pair + 1], a_.value_dim,
-                  work_.values + (pair / 16) * kHalf * work_.value_width + pair % 16 * 32);
+      pack_values<Format>(values[2 * pair], values[2 * pair + 1], a_.value_dim,
+                          work_.values + (pair / 16) * kHalf * work_.value_width + pair % 16 * 32);
+#else
+    for (int key = 0; key < kKeys; ++key) {
+      if constexpr (Format::kScaled) {
+        if (!values[key]) continue;
+        tile_.values[key] = work_.wide_values + key * work_.value_width;
+        widen_row<Format>(values[key], a_.value_dim, work_.wide_values + key * work_.value_width);
+      } else {
+        tile_.values[key] = values[key];
+      }
+    }
 #endif
   }
 
 #if MOEWE_AMX
   // Sixteen keys of one block are read where they lie, those that no row sees too: their scores are masked.
-  void group_keys(bool is_wide) {
+  void group_keys(bool are_widened) {
     const int64_t width = round_up(a_.head_dim, kDepth);
-    const bool in_place = is_wide && a_.block_size % 16 == 0 && a_.head_dim % kDepth == 0;
+    const bool in_place = !are_widened && a_.block_size % 16 == 0 && a_.head_dim % kDepth == 0;
     for (int i = 0; i < kKeys; i += 16) {
       KeyGroup& group = tile_.groups[i / 16];
       const auto seen = std::find_if(tile_.keys + i, tile_.keys + i + 16, [](const bf16* key) { return key != nullptr; });
@@ -236,6 +258,7 @@ class Walk {
       }
       group = {work_.keys + i * width, width * 2};
       for (int key = i; key < i + 16; ++key) {
+        if (are_widened && tile_.keys[key]) continue;
         bf16* to = work_.keys + key * width;
         std::fill_n(to, width, bf16{0});
         if (tile_.keys[key]) std::copy_n(tile_.keys[key], a_.head_dim, to);

@@ -37,8 +37,8 @@ struct Attention {
   const AttentionStep* step;
   const void* k;          // of a token: [Hkv, Dh]
   const void* v;          // of a token: [Hkv, Dv]; may lie in k
-  const float* k_scales;  // [slots, Hkv] of a quantised format, else null
-  const float* v_scales;
+  const bf16* k_scales;   // [slots, Hkv] of a format with scales, else null; those of V are those of K where V lies in it
+  const bf16* v_scales;
   const float* sinks;     // [H] scores that take part in every softmax and have no value, or null
   int64_t block_size;
   int64_t k_stride, v_stride;  // elements from a token to the next

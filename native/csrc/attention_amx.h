@@ -94,11 +94,13 @@ inline void pack_weights(const float* weights, bf16* to) {
 }
 
 // Packs rows of V of a pair of keys, either null for zeros: [width / 16][16 pairs][16 columns][2], this pair's part.
-inline void pack_values(const bf16* even, const bf16* odd, int64_t width, bf16* to) {
+template <class Format>
+inline void pack_values(const typename Format::Element* even, const typename Format::Element* odd, int64_t width,
+                        bf16* to) {
   for (int64_t i = 0; i < width; i += 32) {
     const __mmask32 here = width - i >= 32 ? 0xffffffffu : (1u << (width - i)) - 1;
-    const __m512i a = even ? _mm512_maskz_loadu_epi16(here, even + i) : _mm512_setzero_si512();
-    const __m512i b = odd ? _mm512_maskz_loadu_epi16(here, odd + i) : _mm512_setzero_si512();
+    const __m512i a = even ? Format::widen(even + i, here) : _mm512_setzero_si512();
+    const __m512i b = odd ? Format::widen(odd + i, here) : _mm512_setzero_si512();
     _mm512_storeu_si512(to + (i / 16) * kTile, _mm512_unpacklo_epi16(a, b));
     _mm512_storeu_si512(to + (i / 16 + 1) * kTile, _mm512_unpackhi_epi16(a, b));
   }

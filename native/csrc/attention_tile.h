@@ -97,6 +97,9 @@ inline f32x16 softmax_step(const SoftmaxArgs& a, Queries& queries, int begin, in
       if constexpr (Masked) weight = where_between(static_cast<float>(key + j), low, high, weight, f32x16::zero());
       sums[j] = sums[j] + weight;
       if constexpr (Scaled) weight = weight * f32x16(a.v_scales[key + j]);
+      // Once more: zero times a scale that is NaN is not zero.
+      if constexpr (Masked && Scaled)
+        weight = where_between(static_cast<float>(key + j), low, high, weight, f32x16::zero());
       weight.store(scores + (key + j) * kQueries);
     }
   const f32x16 total = f32x16::load(queries.total) * correction;

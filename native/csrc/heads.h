@@ -18,8 +18,8 @@ struct QkvEpilogue {
   bf16* q;                   // [T, H, Dh]
   void* k_cache;             // [slots, Hkv, Dh] of the layer
   void* v_cache;             // [slots, Hkv, Dv]
-  float* k_scales;           // [slots, Hkv] of a quantised cache, else null
-  float* v_scales;
+  bf16* k_scales;            // [slots, Hkv] of a format with scales, else null
+  bf16* v_scales;
   const int64_t* slots;      // [T]; -1: K and V of the row are not kept
   const float* cos;          // [T, R] as models/rotary.py lays them out: the element that is subtracted has its sin negated
   const float* sin;          // null: no rotation
@@ -30,7 +30,7 @@ struct QkvEpilogue {
   int32_t interleaved;        // 1: pairs that turn stand side by side; 0: half of R apart
   int32_t head_norm;          // HeadNorm
   int32_t norm_after_rotary;
-  int32_t kv_format;          // KvFormat of attention.h
+  int32_t kv_format;          // KvFormat
   float eps;
 };
 

@@ -96,6 +96,9 @@ class ReplicaMetrics:
             for rank, kinds in enumerate(self.ready.weight_kinds):
                 for name, held in kinds.items():
                     yield "moewe_weight_kind_bytes", (replica, str(rank), *name.split("/")), held
+            for rank, pool in enumerate(self.ready.kv_bytes):
+                for name, held in pool.items():
+                    yield "moewe_kv_bytes", (replica, str(rank), name), held
         for stats, counters in zip(self.ranks, self.counters):
             yield from self._rank_samples(stats, counters)
         ratios = self.saturation()

@@ -78,6 +78,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("moewe_kv_blocks_used", "gauge", _RANK, "blocks", "KV blocks that running requests hold."),
     Metric("moewe_kv_blocks", "gauge", _RANK, "blocks", "KV blocks there are."),
     Metric("moewe_kv_usage_ratio", "gauge", _RANK, "ratio", "Used over existing KV blocks."),
+    Metric(
+        "moewe_kv_bytes",
+        "gauge",
+        (*_RANK, "format"),
+        "bytes",
+        "The pool of KV blocks by number format, with its scales.",
+    ),
     Metric("moewe_steps_total", "counter", _PHASE, "steps", "Steps by the kind of step."),
     Metric(
         "moewe_batch_tokens_total",

@@ -14,7 +14,7 @@ import torch
 from ...models.config import ModelConfig
 from ...models.footprint import kv_groups, model_footprint
 from ...native.bandwidth import Bandwidth, measure_read_bandwidth
-from ...quant import NumberFormat
+from ...quant import NumberFormat, parse_kv_format
 from ...topologies import byte_budget, parse_topology
 from ...topologies.hardware import available_memory_bytes
 from ..config import EngineConfig
@@ -29,7 +29,7 @@ QUICK_VARIABLE = "MOEWE_QUICK_MEASURE"
 
 def blocks_that_fit(config: EngineConfig, model: ModelConfig, number_format: NumberFormat, device: torch.device) -> int:
     """Return how many KV blocks this rank can hold beside the weights that it has loaded."""
-    groups = kv_groups(model, dtype=number_format)
+    groups = kv_groups(model, dtype=parse_kv_format(config.cache.kv_cache_dtype, number_format))
     limits = step_limits(config, otherwise=model.max_position_embeddings)
     if device.type == "cpu":  # `resolve` looked at the host, which all ranks share, and wrote the number down
         return kv_blocks(config.cache, groups, limits, free_bytes=0)

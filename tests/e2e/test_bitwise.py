@@ -1,13 +1,15 @@
 """The bitwise class of native kernels: tokens and logits of a request are the same to the last bit, whatever else runs.
 
 Alone or in a batch, in chunks of any size, after preemption, at EP1, EP2 and EP4, with one thread or two, greedy or
-seeded (decision 014 says what is outside: latent attention's products, and other number formats of activations).
+seeded, with KV in every format (decision 014 says what is outside: latent attention's products, and activations in
+other number formats).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
 import torch
@@ -26,6 +28,15 @@ pytestmark = needs_native
 # dense weights; norms behind the blocks.
 FAMILIES = ["T-QW3", "T-GLM-demo", "T-OLM"]
 SLOW_FAMILIES = ["T-GOS", "T-MIX", "T-QW2", "T-GRA", "T-FLX", "T-LL4", "T-ERN", "T-MM2", "T-PHI"]
+CASES = [
+    *((name, "auto") for name in FAMILIES),
+    ("T-GOS", "fp8"),
+    *(pytest.param(name, "auto", marks=pytest.mark.slow) for name in SLOW_FAMILIES),
+    *(
+        pytest.param(name, kv_cache_dtype, marks=pytest.mark.slow)
+        for name, kv_cache_dtype in zip([*FAMILIES, *SLOW_FAMILIES], ["fp8", "int8"] * 6)
+    ),
+]
 PROMPTS = [random_prompt(length, seed=length) for length in (37, 5, 20, 1, 64)]
 SEEDED = SamplingParams(max_tokens=10, temperature=0.9, top_p=0.95, seed=7, ignore_eos=True)
 PARAMS = [greedy(10, logprobs=2), SEEDED, greedy(10), greedy(10), SEEDED]
@@ -59,12 +70,10 @@ def assert_bitwise(outcome: Outcome, expected: Outcome) -> None:
     assert torch.equal(outcome.logits_of_all(), expected.logits_of_all())
 
 
-def alone(name: str, cache: dict[tuple[str, int], Outcome] = {}) -> list[Outcome]:  # noqa: B006
+@cache
+def alone(name: str, kv_cache_dtype: str) -> list[Outcome]:
     """Each request by itself at EP1, its prompt in one piece, on one thread; computed once."""
-    for i in range(len(PROMPTS)):
-        if (name, i) not in cache:
-            cache[name, i] = run(name, [i])[0]
-    return [cache[name, i] for i in range(len(PROMPTS))]
+    return [run(name, [i], kv_cache_dtype=kv_cache_dtype)[0] for i in range(len(PROMPTS))]
 
 
 WAYS = {
@@ -79,11 +88,11 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES + [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_FAMILIES])
-def test_every_way_to_run_gives_the_same_bits(name: str) -> None:
-    expected = alone(name)
+@pytest.mark.parametrize(("name", "kv_cache_dtype"), CASES)
+def test_every_way_to_run_gives_the_same_bits(name: str, kv_cache_dtype: str) -> None:
+    expected = alone(name, kv_cache_dtype)
     for way, setup in WAYS.items():
-        outcomes = run(name, list(range(len(PROMPTS))), **setup)  # type: ignore[arg-type]
+        outcomes = run(name, list(range(len(PROMPTS))), kv_cache_dtype=kv_cache_dtype, **setup)  # type: ignore[arg-type]
         for i, outcome in enumerate(outcomes):
             try:
                 assert_bitwise(outcome, expected[i])
@@ -91,19 +100,20 @@ def test_every_way_to_run_gives_the_same_bits(name: str) -> None:
                 raise AssertionError(f"{name}, request {i}, {way}") from error
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     chosen=st.lists(st.integers(0, len(PROMPTS) - 1), min_size=1, max_size=5),
     ranks=st.sampled_from([1, 2, 4]),
     chunk=st.integers(1, 40),
     block_size=st.sampled_from([4, 16, 32]),
     num_threads=st.sampled_from([1, 2]),
+    kv_cache_dtype=st.sampled_from(["auto", "fp8", "int8"]),
 )
 def test_any_company_gives_the_same_bits(
-    chosen: list[int], ranks: int, chunk: int, block_size: int, num_threads: int
+    chosen: list[int], ranks: int, chunk: int, block_size: int, num_threads: int, kv_cache_dtype: str
 ) -> None:
-    expected = alone("T-QW3")
+    expected = alone("T-QW3", kv_cache_dtype)
     setup = {"topology": f"EP{ranks}DP1", "max_chunk_tokens": chunk, "block_size": block_size}
-    outcomes = run("T-QW3", chosen, num_threads, **setup)
+    outcomes = run("T-QW3", chosen, num_threads, kv_cache_dtype=kv_cache_dtype, **setup)
     for i, outcome in zip(chosen, outcomes, strict=True):
         assert_bitwise(outcome, expected[i])

@@ -36,7 +36,7 @@ def ready() -> Ready:
     return Ready(
         num_blocks=12, block_size=16, max_model_len=64, max_num_seqs=4, memory_bandwidth=(6_000.0, 3_000.0),
         weight_bytes=(10, 20), weight_bytes_read=(10, 20), pids=(1, 2),
-        weight_kinds=({"routed/int4": 10}, {"routed/int4": 5, "head/int8": 15}),
+        weight_kinds=({"routed/int4": 10}, {"routed/int4": 5, "head/int8": 15}), kv_bytes=({"fp8": 7}, {"fp8": 8}),
     )  # fmt: skip
 
 
@@ -92,6 +92,7 @@ def test_ranks_are_exported_without_layers_or_experts() -> None:
     assert values["moewe_weight_bytes", rank1] == 20
     head = tuple(sorted([*rank1, ("kind", "head"), ("format", "int8")]))
     assert values["moewe_weight_kind_bytes", head] == 15
+    assert values["moewe_kv_bytes", tuple(sorted([*rank1, ("format", "fp8")]))] == 8
     assert not any(label in ("layer", "expert") for _, labels in values for label, _ in labels)
 
 

@@ -2,6 +2,7 @@
 
 Not the reference (attention/reference.py computes a row): this lays sequences out in blocks the way a hostile scheduler
 would. Every block that is not a sequence's own holds NaN, and so do those whose entries in a table are stale.
+Where KV has scales, what a row must get follows from the values that are stored.
 Shapes: T rows, H query heads, Hkv KV heads, Dh and Dv widths, L tokens of a sequence.
 """
 
@@ -16,7 +17,8 @@ from moewe.attention import reference
 from moewe.attention.batch import AttentionBatch, AttentionOptions
 from moewe.attention.build import build_attention_batch, build_native_batch
 from moewe.kvcache import CacheGroup, KVStorage
-from moewe.quant import FORMATS
+from moewe.kvcache.scaled import dequantize_heads, quantize_heads
+from moewe.quant import FORMATS, KV_FORMATS, NumberFormat
 
 LAYER = 3
 
@@ -31,6 +33,16 @@ class Shape:
     window: int = 0
     block_size: int = 4
     dtype: str = "float32"
+    kv_dtype: str | None = None  # of storage; None: as the rows
+
+    @property
+    def kv_format(self) -> NumberFormat:
+        return (FORMATS | KV_FORMATS)[self.kv_dtype or self.dtype]
+
+    def stored(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return `heads` [..., W] as they come out of storage."""
+        held = self.kv_format
+        return dequantize_heads(*quantize_heads(heads, held)) if held.is_scaled else heads.to(held.torch_dtype)
 
     def group(self) -> CacheGroup:
         return CacheGroup(
@@ -40,7 +52,7 @@ class Shape:
             num_kv_heads=self.heads[1],
             head_dim=self.widths[0],
             value_dim=self.widths[1],
-            number_format=FORMATS[self.dtype],
+            number_format=self.kv_format,
             window=self.window,
         )
 
@@ -98,7 +110,9 @@ def expected_row(
 ) -> torch.Tensor:
     """Return what a row at `position` of `sequence` must get, [H, Dv] f64."""
     seen = slice(reference.first_seen(shape.kind, shape.window, position), position + 1)
-    return reference.attend(q, sequence.k[seen], sequence.v[seen], options)
+    k = shape.stored(sequence.k[seen])
+    v = k[..., : shape.widths[1]] if shape.kind == "latent" else shape.stored(sequence.v[seen])
+    return reference.attend(q, k, v, options)
 
 
 def random_sequence(shape: Shape, length: int) -> Sequence:
@@ -121,8 +135,13 @@ def write(storage: KVStorage, shape: Shape, sequence: Sequence, tokens: range, t
 def fill_with_nan(storage: KVStorage, blocks: np.ndarray) -> None:
     """Make blocks of all layers look as if they belonged to a sequence that went wrong."""
     for layer in (0, LAYER):
-        for tensor in storage.layer(layer):
-            tensor[torch.from_numpy(blocks)] = torch.nan
+        for pages in storage.pages(layer):
+            ids = torch.from_numpy(blocks)
+            if pages.scales is not None:
+                pages.scales[ids] = torch.nan
+                pages.elements.view(torch.uint8)[ids] = 0x7F
+            else:
+                pages.elements[ids] = torch.nan
 
 
 def make_step(

@@ -22,6 +22,10 @@ TOLERANCES = {
     "float32": Tolerance(max=5e-6, rms=1e-6),
     "bfloat16": Tolerance(max=1.6e-2, rms=6e-3),
     "float16": Tolerance(max=2e-3, rms=8e-4),
+    # Of KV with one scale a head of normally distributed numbers: half a step of 16/448 or 1/254 of the largest, and
+    # what that is on average, as a scale is rounded up by as much as 1/128.
+    "fp8": Tolerance(max=3.7e-2, rms=3e-2),
+    "int8": Tolerance(max=4.1e-3, rms=1e-2),
 }
 LOGITS_AGAINST_REFERENCE = 1e-4  # absolute, fp32 logits of one checkpoint against transformers
 # Relative to the largest logit of the row (at least 1), between two of our runs (topologies, batches, chunkings): GEMMs
@@ -31,6 +35,8 @@ LOGITS_BETWEEN_RUNS = 1e-5
 # roundings of 2^-9 each, one after the other; and the multiple of transformers' own error in bf16 that is allowed.
 LOGITS_IN_HALF_PRECISION = 2e-2
 HALF_PRECISION_FACTOR = 1.5
+# Relative (rms of a row), logits with KV of one byte against those with KV in fp32 (case P-KVQ-01).
+LOGITS_WITH_SCALED_KV = {"fp8": 5e-2, "int8": 3e-2}
 LOGIT_TIE = 1e-4  # absolute: where the reference's two best logits are this close, either token is right
 ROUTING_WEIGHTS = 1e-6  # absolute, fp32 routing weights against the reference, before scaling
 ROTARY_FREQUENCIES = 1e-6  # relative, fp32 frequencies of a rotary embedding against transformers

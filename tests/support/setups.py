@@ -11,6 +11,7 @@ from pathlib import Path
 
 from moewe.models.config import ModelConfig
 from moewe.models.footprint import kv_groups
+from moewe.quant import parse_format, parse_kv_format
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
 from moewe.runtime.kv_layout import kv_layout, step_limits
 from moewe.runtime.scheduler import SchedulerConfig
@@ -26,6 +27,7 @@ class Setup:
         window_blocks: most blocks of cache groups with a window or chunks; None leaves them what `kv_layout` gives.
         max_chunk_tokens: bounds one prompt's share of a step; None leaves it to `max_num_batched_tokens`.
         quantization: of weights, at load.
+        kv_cache_dtype: how KV is stored.
         depth: steps in flight.
         keep_logits: record the logits of every row.
         eos_token_ids: end tokens; None takes the model's.
@@ -41,6 +43,7 @@ class Setup:
     max_model_len: int | None = None
     dtype: str = "float32"
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     load_format: str = "auto"
     policy: str = "fcfs"
     depth: int = 2
@@ -59,7 +62,9 @@ class Setup:
                 max_model_len=self.max_model_len,
             ),
             parallel=ParallelOptions(topology=parse_topology(self.topology).long(), ranks="threads", threads=1),
-            cache=CacheOptions(block_size=self.block_size, num_blocks=self.num_blocks),
+            cache=CacheOptions(
+                block_size=self.block_size, num_blocks=self.num_blocks, kv_cache_dtype=self.kv_cache_dtype
+            ),
             schedule=ScheduleOptions(
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,
@@ -71,7 +76,8 @@ class Setup:
         """Return the limits that the scheduler plans within: those of a worker, or tighter ones."""
         limits = step_limits(self.engine_config(Path("any")), otherwise=model.max_position_embeddings)
         dtype = model.dtype if self.dtype == "auto" else self.dtype
-        layout = kv_layout(kv_groups(model, dtype=dtype), limits, self.num_blocks)
+        held = parse_kv_format(self.kv_cache_dtype, parse_format(dtype))
+        layout = kv_layout(kv_groups(model, dtype=held), limits, self.num_blocks)
         groups = tuple(
             replace(group, num_blocks=min(group.num_blocks, self.window_blocks or group.num_blocks))
             if group.is_windowed
