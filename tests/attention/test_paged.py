@@ -206,7 +206,7 @@ def test_only_options_and_widths_leave_the_fused_call(monkeypatch: pytest.Monkey
 def test_latent_values_are_not_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
     step, gathered = make_step(KINDS["latent"], [(2, 3)], [5]), []
     gather = paged._gather
-    monkeypatch.setattr(paged, "_gather", lambda *args: gathered.append(args[0].shape[-1]) or gather(*args))
+    monkeypatch.setattr(paged, "_gather", lambda *args: gathered.append(args[0].elements.shape[-1]) or gather(*args))
     check(step, AttentionOptions(0.2))
     assert gathered == [40, 40]
 
