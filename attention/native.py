@@ -68,10 +68,9 @@ class NativeStep:
         self.args = AttentionStepArgs(runs.ctypes.data, tables.ctypes.data, slot_mapping.data_ptr(), runs.shape[0])
 
 
-def serves(rows: NumberFormat, cache: NumberFormat, device: str) -> bool:
-    """Tell whether native attention computes `rows` over a `cache` of these formats on this device."""
-    fits = rows.torch_dtype == torch.bfloat16 and cache.torch_dtype in KV_CODES
-    return fits and device == "cpu" and load() is not None
+def serves(number_format: NumberFormat, device: torch.device | str) -> bool:
+    """Tell whether native attention computes rows of this format on this device, over any KV that goes with them."""
+    return torch.device(device).type == "cpu" and number_format.torch_dtype == torch.bfloat16 and load() is not None
 
 
 class NativeAttention:

@@ -261,7 +261,7 @@ def rank_cpus(nodes: list[list[int]], num_ranks: int) -> tuple[tuple[int, ...], 
 def _kv_format(config: EngineConfig, dtype: NumberFormat) -> NumberFormat:
     """Return what KV is stored as beside a model that runs in `dtype`; say so where it is another format."""
     found = parse_kv_format(config.cache.kv_cache_dtype, dtype)
-    if found.is_scaled and not serves(dtype, found, config.parallel.device):
+    if found.is_scaled and not serves(dtype, config.parallel.device):
         log.warning(
             "kv_cache_dtype %s: torch turns each block that is read into %s, which is slow; native kernels read it in "
             "place, on a CPU and with dtype bfloat16 (see `moewe doctor`)", found.name, dtype.name,

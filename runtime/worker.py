@@ -270,7 +270,7 @@ class Worker:
 
     def _attention(self, rows: StepRows, own: GroupRows, kind_and_window: tuple[str, int]) -> AttentionBatch:
         kind, window = kind_and_window
-        if serves(self.number_format, self.kv_format, self.device.type):
+        if serves(self.number_format, self.device):
             return build_native_batch(
                 slot_mapping=own.slot_mapping,
                 segments=own.segments,
