@@ -79,7 +79,7 @@ class Worker:
 
     def _lost(self, doing: str) -> Lost:
         try:
-            code = self._process.wait(END_S)
+            code = self._process.wait(3 * END_S)  # Python closes its streams well before it has ended
         except subprocess.TimeoutExpired:
             return Lost(f"{self.name}: closed its output while {doing}{self._last()}")
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
