@@ -103,6 +103,7 @@ def openvino(order: dict[str, Any]) -> Generate:
     def generate(batch: list[list[int]], new_tokens: int) -> list[list[int]]:
         params = openvino_genai.GenerationConfig()
         params.max_new_tokens, params.ignore_eos, params.do_sample = new_tokens, True, False
+        params.set_eos_token_id(0)  # ignored, but it refuses the -1 of a checkpoint that names none
         prompts = [openvino.Tensor(np.array([ids], np.int64)) for ids in batch]
         outputs = pipeline.generate(prompts, [params] * len(batch))
         return [list(output.m_generation_ids[0]) for output in outputs]
