@@ -39,7 +39,7 @@ OPERATIONS = (
     Operation("embedding rows", "moewe_gather_rows"),
     Operation("normalisation and residual", "moewe_norm"),
     Operation("query and key norm, rotary, KV write", "moewe_qkv_epilogue"),
-    Operation("attention", "moewe_attention", matrix=True),
+    Operation("attention, KV in bf16, fp8 or int8", "moewe_attention", matrix=True),
     Operation("routing", "moewe_route"),
     Operation("experts", "moewe_expert_ffn", matrix=True),
     Operation("expert layer, combine included", "moewe_expert_ffn_combine", matrix=True),

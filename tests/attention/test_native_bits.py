@@ -179,7 +179,8 @@ def test_other_instructions_pass_too(isa: str) -> None:
     if os.environ.get("MOEWE_NATIVE_ISA"):
         pytest.skip("this is that process")
     folder = os.path.dirname(__file__)
-    files = [os.path.join(folder, name) for name in ("test_native.py", "test_native_bits.py", "test_native_heads.py")]
+    names = ("test_native.py", "test_native_bits.py", "test_native_heads.py", "test_native_scaled.py")
+    files = [os.path.join(folder, name) for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *files]
     command += ["-k", "not every_kind_with_all_options"]
     done = subprocess.run(
