@@ -8,7 +8,7 @@ matrices count as stored. Those that are quantised at load count with their padd
 from __future__ import annotations
 
 from ..kvcache.groups import CacheGroup
-from ..quant import NumberFormat, WeightScheme, head_scheme, parse_format
+from ..quant import NumberFormat, WeightScheme, down_scheme, head_scheme, parse_format
 from ..topologies.footprint import ModelFootprint
 from ..topologies.kv_sizes import KVGroup
 from .config import ConfigError, ModelConfig
@@ -22,6 +22,7 @@ from .parameters import (
     expert_parameters,
     ffn_norm_parameters,
     global_parameters,
+    is_down_of_all,
     is_quantized_at_load,
     router_parameters,
     shared_parameters,
@@ -44,7 +45,7 @@ def model_footprint(
 
     def size(parameters: Parameters) -> int:
         return sum(
-            scheme.num_bytes(*parameter.shape)
+            (down_scheme(scheme) if is_down_of_all(name) else scheme).num_bytes(*parameter.shape)
             if scheme is not None and is_quantized_at_load(name)
             else parameter.num_bytes(held.itemsize)
             for name, parameter in parameters.items()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..quant import PackedTensor, WeightScheme, head_scheme, pack, quantize
+from ..quant import PackedTensor, WeightScheme, down_scheme, head_scheme, pack, quantize
 from .weights import LayerWeights, ModelWeights
 
 
@@ -23,6 +23,7 @@ class _Place:
     owner: object
     name: str
     gate_up: bool = False
+    down_of_all: bool = False  # of an FFN that every token passes
 
     @property
     def matrix(self) -> torch.Tensor | None:
@@ -36,7 +37,8 @@ class _Place:
         return packed
 
     def quantize(self, scheme: WeightScheme) -> None:
-        quantized = quantize(getattr(self.owner, self.name), scheme, gate_up=self.gate_up)
+        own = down_scheme(scheme) if self.down_of_all else scheme
+        quantized = quantize(getattr(self.owner, self.name), own, gate_up=self.gate_up)
         setattr(self.owner, self.name, quantized)  # what it was made of is free, unless somebody else holds it
 
 
@@ -100,7 +102,8 @@ def _layer_places(layer: LayerWeights) -> Iterator[_Place]:
     if layer.moe is not None:
         ffns += [layer.moe.experts, layer.moe.shared]
     for ffn in ffns:
-        both = _Place(ffn, "w13", gate_up=True), _Place(ffn, "w2")
+        routed = layer.moe is not None and ffn is layer.moe.experts
+        both = _Place(ffn, "w13", gate_up=True), _Place(ffn, "w2", down_of_all=not routed)
         # One call runs both products: a quantised one beside a plain one stays with torch.
         if ffn is not None and all(place.matrix is not None for place in both):
             yield from both

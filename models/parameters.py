@@ -166,6 +166,11 @@ def is_quantized_at_load(name: str) -> bool:
     return kind == "weight" and module.endswith("_proj")
 
 
+def is_down_of_all(name: str) -> bool:
+    """Return True for the down projection of an FFN that every token passes: of a dense layer, or shared."""
+    return name in ("mlp.down_proj.weight", "mlp.shared.down_proj.weight")
+
+
 def scheme_of(config: ModelConfig, layer: int, modules: list[str]) -> QuantScheme | None:
     """Return how `modules` (our names) of a layer are quantised, None where they are not.
 

@@ -80,7 +80,7 @@ class ExpertWeights:
         tensors: list[torch.Tensor | None] = []
         for part in (self.w13, self.w2, self.b13, self.b2):
             if isinstance(part, PackedTensor):
-                tensors += [part.data, part.scales, part.zeros]
+                tensors += [part.data, part.scales, part.grid]
             else:
                 tensors += [part.data, part.scales] if isinstance(part, QuantTensor) else [part]
         return sum(math.prod(t.shape[1:]) * t.element_size() for t in tensors if t is not None)

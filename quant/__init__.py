@@ -6,7 +6,7 @@ from .memory import empty_matrix
 from .packed import PackedTensor, can_pack, pack
 from .quantization import Quantization
 from .quantize import quantize
-from .schemes import WeightScheme, head_scheme, weight_scheme
+from .schemes import WeightScheme, down_scheme, head_scheme, weight_scheme
 from .tensor import FP8_BLOCK, MXFP4, MXFP4_SCHEME, QuantScheme, QuantTensor
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "WeightScheme",
     "can_pack",
     "dense",
+    "down_scheme",
     "embedding_rows",
     "empty_matrix",
     "head_scheme",

@@ -25,7 +25,7 @@ class MatrixArgs(ctypes.Structure):
     """`struct Matrix` of native/csrc/matrix.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("data", "scales", "zeros")),
+        *((name, ctypes.c_void_p) for name in ("data", "scales", "grid")),
         *((name, ctypes.c_int64) for name in ("rows", "columns")),
         *((name, ctypes.c_int32) for name in ("format", "group")),
     )
@@ -57,15 +57,16 @@ class PackedTensor:
     Attributes:
         data: of C column tiles. `bf16`: [.., C, ceil(K / 32), 16, 16, 2] bf16: pair of inputs, output, which of them.
             `int8`: [.., C, ceil(K / 64), 16, 16, 4] i8: quad of inputs, output, which of them. `int4`:
-            [.., C, chunks, 4, 16, 4] u8 of chunks of 32 inputs: quad, output, which of them; low nibbles are the
-            first 16 inputs, high ones the others.
+            [.., C, ceil(K / 64), 8, 16, 2, 2] u8: two quads, output, half of each, and which byte. Of the elements
+            a, b of the first quad and c, d of the second the bytes are b + 16 d and c + 16 a.
         shape: of the matrix or stack.
         format: of the numbers, `bf16`, `int8` or `int4`.
         gate_up: the upper half of the rows are gates, the lower are ups: [2F, K] in C = 2 ceil(F / 16) column tiles,
             one of gates and one of ups in turns. Else C = ceil(N / 16).
-        scales: `int8`: [.., C, 16] f32, of each output; `int4`: [.., C, G, 16] bf16, of each group and output.
-        zeros: [.., C, G, 16] u8, what is taken off the nibbles of `int4`; None: 8.
-        group: of `int4`, inputs that share a scale: 32, 64 or 128; G = ceil(K / group).
+        scales: of `int8` and `int4`, [.., C, 16] f32, of each output.
+        grid: of `int4`, [.., C, G, 2, 16] u8: a start, with 128 added, and a step of each group and output. A code of
+            four bits stands for (start + (step * code >> 4)) * scale; start and result before scaling fit into i8.
+        group: of `int4`, inputs that share start and step: 32, 64 or 128; G groups cover K padded to 64.
 
     Example:
         [40, 96]: C = 3, so data is [3, 3, 16, 16, 2]; element [17, 33] stands at data[1, 1, 0, 1, 1].
@@ -76,13 +77,13 @@ class PackedTensor:
     format: str = BF16
     gate_up: bool = False
     scales: torch.Tensor | None = None
-    zeros: torch.Tensor | None = None
+    grid: torch.Tensor | None = None
     group: int = 0
 
     @property
     def num_bytes(self) -> int:
-        """Exact bytes held, padding, scales and zero points included."""
-        return sum(t.nbytes for t in (self.data, self.scales, self.zeros) if t is not None)
+        """Exact bytes held, padding, scales and grid included."""
+        return sum(t.nbytes for t in (self.data, self.scales, self.grid) if t is not None)
 
     @property
     def device(self) -> torch.device:
@@ -95,7 +96,7 @@ class PackedTensor:
         return MatrixArgs(
             data=self.data.data_ptr(),
             scales=None if self.scales is None else self.scales.data_ptr(),
-            zeros=None if self.zeros is None else self.zeros.data_ptr(),
+            grid=None if self.grid is None else self.grid.data_ptr(),
             rows=self.shape[-2],
             columns=self.shape[-1],
             format=_FORMATS[self.format],
@@ -105,8 +106,8 @@ class PackedTensor:
     def select(self, slot: int) -> PackedTensor:
         """Return matrix number `slot` of a stack, sharing memory with it."""
         assert len(self.shape) == 3, self.shape
-        scales, zeros = (None if t is None else t[slot] for t in (self.scales, self.zeros))
-        return replace(self, data=self.data[slot], shape=self.shape[1:], scales=scales, zeros=zeros)
+        scales, grid = (None if t is None else t[slot] for t in (self.scales, self.grid))
+        return replace(self, data=self.data[slot], shape=self.shape[1:], scales=scales, grid=grid)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the numbers in rows again: `shape`. For tests and for products that no kernel does."""
@@ -122,15 +123,21 @@ class PackedTensor:
         """Return what stands in the tiles, scaled: [.., C, tiles along K, pairs or quads, 16, which of it]."""
         if self.scales is None:
             return self.data
-        if self.format == INT8:
-            return self.data * self.scales[..., None, None, :, None]
-        codes = torch.stack([self.data & 15, self.data >> 4], dim=-4).flatten(-4, -3)  # [.., C, chunks, 8, 16, 4]
-        zeros = 8 if self.zeros is None else self._of_chunks(self.zeros)
-        return (codes.float() - zeros) * self._of_chunks(self.scales)
+        numbers = self.data if self.format == INT8 else self._as_int8()
+        return numbers * self.scales[..., None, None, :, None]
 
-    def _of_chunks(self, of_groups: torch.Tensor) -> torch.Tensor:
-        """Repeat [.., C, G, 16] for each chunk of 32 inputs: [.., C, chunks, 1, 16, 1] in fp32."""
-        return of_groups.float().repeat_interleave(self.group // _DEPTH, dim=-2)[..., None, :, None]
+    def _as_int8(self) -> torch.Tensor:
+        """Return what the codes of `int4` stand for before they are scaled: [.., C, ceil(K / 64), 16, 16, 4] i8."""
+        assert self.grid is not None
+        (b, c), (d, a) = ((nibbles[..., 0], nibbles[..., 1]) for nibbles in (self.data & 15, self.data >> 4))
+        quads = [torch.stack(pair, dim=-1).flatten(-2) for pair in ((a, b), (c, d))]  # [.., C, chunks, 8, 16, 4] each
+        codes = torch.stack(quads, dim=-3).flatten(-4, -3).int()
+        # A start and a step for each quad: as many groups as there are, then as many quads as the chunks have.
+        *outer, chunks, quads_of_chunk, columns, _ = codes.shape
+        grid = self.grid.int().repeat_interleave(self.group // 4, dim=-3)[..., : chunks * quads_of_chunk, :, :]
+        starts, steps = (grid[..., i, :].reshape(*outer, chunks, quads_of_chunk, columns, 1) for i in range(2))
+        numbers: torch.Tensor = starts - 128 + (steps * codes >> 4)
+        return numbers.to(torch.int8)
 
     def gather_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows `ids` [T] i64 of one matrix: [T, K] bf16, exactly what was packed."""

@@ -32,24 +32,24 @@ def quantize(matrix: torch.Tensor, scheme: WeightScheme, *, gate_up: bool = Fals
     """Quantise [N, K] or [S, N, K] in bf16, fp16 or fp32 on the CPU, which stays as it is.
 
     Args:
-        matrix: contiguous. An output (int8) or group (int4) with a number that is not finite becomes NaN.
+        matrix: contiguous. An output with a number that is not finite becomes NaN.
         scheme: the format.
         gate_up: two halves of N / 2 rows, gates first.
     """
     assert matrix.is_contiguous() and matrix.device.type == "cpu" and matrix.dtype in _SOURCES, matrix.dtype
     *stack, rows, columns = matrix.shape
     assert len(stack) <= 1 and not (gate_up and rows % 2) and columns <= MOST_INPUTS, matrix.shape
-    tiles = column_tiles(rows, gate_up=gate_up)
+    tiles, depth, grid = column_tiles(rows, gate_up=gate_up), -(-columns // 64), None
+    scales = empty_lasting((*stack, tiles, 16), torch.float32)
     if scheme.kind == INT8:
-        data = empty_lasting((*stack, tiles, -(-columns // 64), 16, 16, 4), torch.int8)
-        scales = empty_lasting((*stack, tiles, 16), torch.float32)
+        data = empty_lasting((*stack, tiles, depth, 16, 16, 4), torch.int8)
     else:
-        groups = -(-columns // scheme.group)
-        data = empty_lasting((*stack, tiles, groups * (scheme.group // 32), 4, 16, 4), torch.uint8)
-        scales = empty_lasting((*stack, tiles, groups, 16), torch.bfloat16)
+        data = empty_lasting((*stack, tiles, depth, 8, 16, 2, 2), torch.uint8)
+        grid = empty_lasting((*stack, tiles, -(-depth * 64 // scheme.group), 2, 16), torch.uint8)
     packed = PackedTensor(
-        data=data, shape=tuple(matrix.shape), format=scheme.kind, gate_up=gate_up, scales=scales, group=scheme.group
-    )
+        data=data, shape=tuple(matrix.shape), format=scheme.kind, gate_up=gate_up, scales=scales, grid=grid,
+        group=scheme.group,
+    )  # fmt: skip
     call(
         "moewe_quantize",
         _QuantizeArgs(

@@ -6,10 +6,12 @@ Letters: N rows, D columns; matrices only, no stacks.
 
 from __future__ import annotations
 
+import math
 import struct
 
 import torch
 
+from .packed import PackedTensor
 from .tensor import QuantTensor
 
 
@@ -89,3 +91,22 @@ def quantize_int8_reference(matrix: torch.Tensor) -> torch.Tensor:
         for j, number in enumerate(row):
             quantized[i][j] = float(torch.round(number / scale) * scale) + 0.0 if scale > 0 else 0.0  # no -0
     return torch.tensor(quantized)
+
+
+def int4_grids_reference(packed: PackedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what each code of an int4 [N, K] can stand for, and what is between two neighbours of int8.
+
+    Returns:
+        [N, G, 16] fp32 and [N] fp32.
+    """
+    assert packed.grid is not None and packed.scales is not None and not packed.gate_up
+    rows, groups = packed.shape[0], packed.grid.shape[1]
+    numbers = torch.empty(rows, groups, 16)
+    for row in range(rows):
+        scale = packed.scales[row // 16, row % 16]
+        for group in range(groups):
+            start, step = (int(byte) for byte in packed.grid[row // 16, group, :, row % 16])
+            for code in range(16):
+                whole = start - 128 + math.floor(step * code / 16)
+                numbers[row, group, code] = whole * scale
+    return numbers, packed.scales.flatten()[:rows]

@@ -1,7 +1,7 @@
 """The formats that `--quantization` knows: how weights of a bf16 checkpoint are held when they are quantised at load.
 
 Not a quantiser (quantize.py) and not the formats of quantised checkpoints (tensor.py).
-Units: bytes as held by native kernels, padding included; elements of K share a scale.
+Units: bytes as held by native kernels, padding included.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ class WeightScheme:
     """A format of quantised matrices.
 
     Attributes:
-        kind: `int8`: a scale for each output, f32; `int4`: a scale for each group of inputs and output, bf16.
-        group: inputs that share a scale, one of GROUPS; 0 for int8.
+        kind: `int8`: whole numbers, a scale for each output, f32; `int4`: of those, sixteen for each group of inputs
+            and output, evenly spaced: where they begin and their step, a byte each.
+        group: of int4, inputs that share sixteen numbers, one of GROUPS; 0 for int8.
     """
 
     kind: str
@@ -34,10 +35,10 @@ class WeightScheme:
             >>> WeightScheme(kind="int8").num_bytes(16, 64)
             1088
         """
-        outputs = 16 * column_tiles(rows, gate_up=gate_up)
+        outputs, inputs = 16 * column_tiles(rows, gate_up=gate_up), -(-columns // 64) * 64
         if self.kind == INT8:
-            return outputs * (-(-columns // 64) * 64 + 4)
-        return outputs * -(-columns // self.group) * (self.group // 2 + 2)
+            return outputs * (inputs + 4)
+        return outputs * (inputs // 2 + -(-inputs // self.group) * 2 + 4)
 
 
 def weight_scheme(name: str, *, group: int = GROUPS[0]) -> WeightScheme:
@@ -58,3 +59,11 @@ def weight_scheme(name: str, *, group: int = GROUPS[0]) -> WeightScheme:
 def head_scheme() -> WeightScheme:
     """Return how the output head is held under every scheme: it decides between tokens, so four bits are too few."""
     return WeightScheme(kind=INT8)
+
+
+def down_scheme(scheme: WeightScheme) -> WeightScheme:
+    """Return how down projections of FFNs that every token passes (dense, shared) are held under `scheme`.
+
+    In int8: what they lose is in the residual stream of every token, and beside routed experts they are few.
+    """
+    return WeightScheme(kind=INT8) if scheme.kind == INT4 else scheme

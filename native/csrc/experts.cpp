@@ -133,7 +133,8 @@ void each_block(Team& team, const std::vector<Segment>& segments, int64_t column
   });
 }
 
-template <class Format>
+// Down: of w2; its rows are prepared as those of Format are.
+template <class Format, class Down = Format>
 void expert_ffn_in(Team& team, const ExpertFfn& args) {
   const int64_t width = args.w13.columns, ffn_width = args.w2.columns;
   const int64_t columns13 = column_tiles(args.w13.rows, true), columns2 = column_tiles(args.w2.rows, false);
@@ -144,12 +145,12 @@ void expert_ffn_in(Team& team, const ExpertFfn& args) {
     used += rows_of(args, slot) > 0;
   }
   const Cut cut13 = cut<Format>(most, columns13, width, used, team.size());
-  const Cut cut2 = cut<Format>(most, columns2, ffn_width, used, team.size());
+  const Cut cut2 = cut<Down>(most, columns2, ffn_width, used, team.size());
   const auto& segments = segments_of(args, std::min(cut13.rows, cut2.rows));
 
   char* memory = static_cast<char*>(args.scratch);
   const auto panel = Format::panel(memory, row_tiles, args.w13);
-  const auto hidden = Format::panel(memory + panel_bytes(row_tiles, width), row_tiles, args.w2);
+  const auto hidden = Down::panel(memory + panel_bytes(row_tiles, width), row_tiles, args.w2);
   // Run task(segment, first of up to sixteen rows in it, how many) for all rows.
   const auto each_row_tile = [&](auto&& task) {
     team.each(static_cast<int64_t>(segments.size()), [&](int64_t i) {
@@ -179,14 +180,14 @@ void expert_ffn_in(Team& team, const ExpertFfn& args) {
     multiply13(hidden_of);
     each_row_tile([&](const Segment& segment, int64_t row, int rows) {
       const HiddenRows from = hidden_of(segment);
-      Format::prepare(hidden, segment.tile + row / kRows, rows, ffn_width, [&](int r) { return from.at(row + r); });
+      Down::prepare(hidden, segment.tile + row / kRows, rows, ffn_width, [&](int r) { return from.at(row + r); });
     });
   } else {
     multiply13([&](const Segment& segment) { return HiddenTiles{hidden, segment, ffn_width}; });
   }
   each_block(team, segments, columns2, cut2.columns, [&](const Segment& segment, int64_t first, int64_t last) {
-    multiply_block<Format>(hidden, segment.tile, segment.rows, Format::weights(args.w2, segment.slot, columns2), first,
-                           last, StoreRows{args, segment});
+    multiply_block<Down>(hidden, segment.tile, segment.rows, Down::weights(args.w2, segment.slot, columns2), first, last,
+                         StoreRows{args, segment});
   });
 }
 
@@ -214,6 +215,7 @@ int64_t expert_ffn_scratch(int64_t rows, int64_t slots, int64_t width, int64_t f
 }
 
 void expert_ffn(Team& team, const ExpertFfn& args) {
+  if (args.w13.format == kFormatInt4 && args.w2.format == kFormatInt8) return expert_ffn_in<Int4, Int8>(team, args);
   in_format(args.w13.format, [&](auto format) { expert_ffn_in<decltype(format)>(team, args); });
 }
 

@@ -2,7 +2,7 @@
 //
 // Not a quantiser of weights (quantize.h). The products of 64 inputs are summed exactly; the sum, as f32, times the
 // row's scale there is added to those before it, in this order, and what comes out is multiplied with the scale of the
-// output. So few rows (by vectors) and many (by tiles) have the same bits, with any instructions, threads and neighbours.
+// output. So few rows (by vectors) and many (by tiles) have the same bits, with any instructions, threads, neighbours.
 // Weights: [column tiles][K / 64][16 quads][16 columns][4] int8; scales f32 [column tiles][16].
 #pragma once
 
@@ -98,20 +98,28 @@ struct Int8 {
     const int8_t* rows = panel.tile(tile) + r * kByteDepth;
     const float* row_scales = panel.scales + tile * panel.depth * kRows + r;
     const int32_t* offsets = panel.sums + tile * panel.depth * kRows + r;
+    constexpr int kChains = R <= 2 ? 4 : R <= 4 ? 2 : 1;  // sums that do not wait for each other
     f32x16 sums[R];
-    for (int i = 0; i < R; ++i) sums[i] = f32x16::zero();
+    unrolled<R>([&](auto i) MOEWE_INLINE { sums[i] = f32x16::zero(); });
     for (int64_t k = 0; k < panel.depth; ++k, weights += kByteTile, rows += kByteTile) {
-      i32x16 products[R];
-      for (int i = 0; i < R; ++i) products[i] = i32x16::all(kBiased ? offsets[k * kRows + i] : 0);
-      for (int quad = 0; quad < 16; ++quad) {
+      i32x16 products[R][kChains];
+      unrolled<R * kChains>([&](auto i) MOEWE_INLINE {
+        const bool first = i % kChains == 0;
+        products[i / kChains][i % kChains] = i32x16::all(kBiased && first ? offsets[k * kRows + i / kChains] : 0);
+      });
+      unrolled<16>([&](auto quad) MOEWE_INLINE {
         _mm_prefetch(reinterpret_cast<const char*>(weights + kAhead + quad * 64), _MM_HINT_T0);
         const Bytes bytes = Bytes::load(weights + quad * 64);
-        for (int i = 0; i < R; ++i)
-          products[i] = dot_signed(products[i], bytes, quad_at(rows + i * kByteDepth + quad * 4));
-      }
-      for (int i = 0; i < R; ++i) sums[i] = fma(products[i].to_float(), f32x16(row_scales[k * kRows + i]), sums[i]);
+        unrolled<R>([&](auto i) MOEWE_INLINE {
+          i32x16& product = products[i][quad % kChains];
+          product = dot_signed(product, bytes, quad_at(rows + i * kByteDepth + quad * 4));
+        });
+      });
+      unrolled<R>([&](auto i) MOEWE_INLINE {
+        sums[i] = fma(total(products[i]).to_float(), f32x16(row_scales[k * kRows + i]), sums[i]);
+      });
     }
-    for (int i = 0; i < R; ++i) (sums[i] * scales).store(results + (r + i) * kColumns);
+    unrolled<R>([&](auto i) MOEWE_INLINE { (sums[i] * scales).store(results + (r + i) * kColumns); });
     return r + R;
   }
   static constexpr int kAhead = 4096;  // bytes of weights
@@ -121,37 +129,57 @@ struct Int8 {
   static void multiply_tiles(const Panel& panel, int64_t tile, const int8_t* weights, f32x16 scales, float* results) {
     const int8_t* rows = panel.tile(tile);
     const float* row_scales = panel.scales + tile * panel.depth * kRows;
+    const int64_t depth = panel.depth;
     alignas(64) int32_t products[2][2][kResults];
     f32x16 sums[kRows];
-    for (int r = 0; r < kRows; ++r) sums[r] = f32x16::zero();
-    const auto multiply_pair = [&](int64_t k) {
-      if (k >= panel.depth) return;
-      _tile_zero(0);
-      _tile_loadd(4, rows + k * kByteTile, 64);
-      _tile_loadd(6, weights + k * kByteTile, 64);
-      _tile_dpbssd(0, 4, 6);
-      _tile_stored(0, products[k / 2 % 2][0], 64);
-      if (k + 1 >= panel.depth) return;
-      _tile_zero(1);
-      _tile_loadd(5, rows + (k + 1) * kByteTile, 64);
-      _tile_loadd(7, weights + (k + 1) * kByteTile, 64);
-      _tile_dpbssd(1, 5, 7);
-      _tile_stored(1, products[k / 2 % 2][1], 64);
+    unrolled<kRows>([&](auto r) MOEWE_INLINE { sums[r] = f32x16::zero(); });
+    const auto add = [&](int64_t k, const int32_t* from) MOEWE_INLINE {
+      unrolled<kRows>([&](auto r) MOEWE_INLINE {
+        sums[r] = fma(i32x16::load(from + r * kColumns).to_float(), f32x16(row_scales[k * kRows + r]), sums[r]);
+      });
     };
-    const auto add = [&](int64_t k) {
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-        const f32x16 product = i32x16::load(products[k / 2 % 2][k % 2] + r * kColumns).to_float();
-        sums[r] = fma(product, f32x16(row_scales[k * kRows + r]), sums[r]);
-      }
+    const auto add_pair = [&](int64_t k, const int32_t (&pair)[2][kResults]) MOEWE_INLINE {
+      if (k < depth) add(k, pair[0]);
+      if (k + 1 < depth) add(k + 1, pair[1]);
     };
-    multiply_pair(0);
-    for (int64_t k = 0; k < panel.depth; k += 2) {
-      multiply_pair(k + 2);
-      add(k);
-      if (k + 1 < panel.depth) add(k + 1);
+    multiply_pair<0>(rows, weights, 0, depth, products[0]);
+    for (int64_t k = 0; k < depth; k += 4) {
+      multiply_pair<1>(rows, weights, k + 2, depth, products[1]);
+      add_pair(k, products[0]);
+      multiply_pair<0>(rows, weights, k + 4, depth, products[0]);
+      add_pair(k + 2, products[1]);
     }
-    for (int r = 0; r < kRows; ++r) (sums[r] * scales).store(results + r * kColumns);
+    unrolled<kRows>([&](auto r) MOEWE_INLINE { (sums[r] * scales).store(results + r * kColumns); });
+  }
+
+  // Tiles k and k + 1 along K, as far as they are there; two pairs may be under way at once.
+  template <int Pair>
+  static void multiply_pair(const int8_t* rows, const int8_t* weights, int64_t k, int64_t depth,
+                            int32_t (&products)[2][kResults]) {
+    if (k >= depth) return;
+    _tile_loadd(4, rows + k * kByteTile, 64);
+    _tile_loadd(6, weights + k * kByteTile, 64);
+    if constexpr (Pair == 0) {  // registers have literal numbers
+      _tile_zero(0);
+      _tile_dpbssd(0, 4, 6);
+      _tile_stored(0, products[0], 64);
+    } else {
+      _tile_zero(2);
+      _tile_dpbssd(2, 4, 6);
+      _tile_stored(2, products[0], 64);
+    }
+    if (k + 1 >= depth) return;
+    _tile_loadd(5, rows + (k + 1) * kByteTile, 64);
+    _tile_loadd(7, weights + (k + 1) * kByteTile, 64);
+    if constexpr (Pair == 0) {
+      _tile_zero(1);
+      _tile_dpbssd(1, 5, 7);
+      _tile_stored(1, products[1], 64);
+    } else {
+      _tile_zero(3);
+      _tile_dpbssd(3, 5, 7);
+      _tile_stored(3, products[1], 64);
+    }
   }
 #endif
 };

@@ -1,7 +1,8 @@
-// From the rows of a checkpoint to packed int8 or int4 (int8_format.h, int4_format.h), rounded to nearest, and back.
+// From the rows of a checkpoint to packed int8 or int4 (int8_format.h, int4_format.h), rounded to nearest.
 //
-// Not products. A scale is chosen for each output (int8: largest magnitude / 127) or each group of it (int4: of a few
-// that map the number of largest magnitude near the end of the range, the one with the least squared error).
+// Not products. The scale of an output is its largest magnitude / 127, or / 119.5 for int4, where each group of inputs
+// gets sixteen evenly spaced whole numbers besides: of a few sets that span its range, and those that least squares fit
+// to the codes that come out, the one with the least squared error.
 #pragma once
 
 #include "matrix.h"
@@ -17,7 +18,7 @@ struct Quantize {
   int64_t stack;     // S
   int32_t source;    // a SourceFormat
   int32_t gate_up;   // two halves of N / 2 rows, whose column tiles alternate
-  Matrix matrix;     // where to: its data and scales are written, padding as zeros; no zero points
+  Matrix matrix;     // where to: data, scales and grid are written, padding as zeros
 };
 
 void quantize(Team& team, const Quantize& args);

@@ -6,12 +6,32 @@
 // results is [16 rows][16 columns] int32.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "tiles.h"
 
 namespace moewe {
 
 constexpr int kByteDepth = 64;     // elements of K in a tile of bytes
 constexpr int kByteTile = 1024;    // bytes of such a tile
+
+// Of a lambda: where it is called its variables are to be registers.
+#define MOEWE_INLINE __attribute__((always_inline))
+
+namespace detail {
+template <class F, int... I>
+MOEWE_INLINE inline void call_each(F&& f, std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>{}), ...);
+}
+}  // namespace detail
+
+// f(0), ..., f(N - 1) with numbers that the compiler knows, so that arrays of vectors stay in registers: loops are
+// unrolled too late for that.
+template <int N, class F>
+MOEWE_INLINE inline void unrolled(F&& f) {
+  detail::call_each(f, std::make_integer_sequence<int, N>{});
+}
 
 #if defined(__AVX512F__)
 
@@ -22,7 +42,8 @@ struct i32x16 {
   void store(int32_t* to) const { _mm512_storeu_si512(to, v); }
   f32x16 to_float() const { return _mm512_cvtepi32_ps(v); }
 };
-inline i32x16 operator*(i32x16 a, i32x16 b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+
+inline i32x16 operator+(i32x16 a, i32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 
 // 64 bytes: four of each of sixteen columns.
 struct Bytes {
@@ -31,31 +52,44 @@ struct Bytes {
   static Bytes load(const void* from) { return {_mm512_loadu_si512(from)}; }
   // Byte i of sixteen, four times in column i.
   static Bytes of_columns(const uint8_t* from) {
-    const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-    return {_mm512_mullo_epi32(wide, _mm512_set1_epi32(0x01010101))};
+    const __m512i sixteen = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    const __m512i numbers = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    return {_mm512_shuffle_epi8(sixteen, _mm512_mullo_epi32(numbers, _mm512_set1_epi32(0x01010101)))};
   }
   void store(void* to) const { _mm512_storeu_si512(to, v); }
-  Bytes low_nibbles() const { return {_mm512_and_si512(v, _mm512_set1_epi8(15))}; }
-  Bytes high_nibbles() const { return {_mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15))}; }
 };
-inline Bytes operator-(Bytes a, Bytes b) { return {_mm512_sub_epi8(a.v, b.v)}; }
+inline Bytes operator+(Bytes a, Bytes b) { return {_mm512_add_epi8(a.v, b.v)}; }
 
-// sum + the four products of each column: nibbles (0 to 15) times the four signed bytes in `quad`.
-inline i32x16 dot_nibbles(i32x16 sum, Bytes nibbles, int32_t quad) {
-#if defined(__AVX512VNNI__)
-  return {_mm512_dpbusd_epi32(sum.v, nibbles.v, _mm512_set1_epi32(quad))};
-#else
-  const __m512i pairs = _mm512_maddubs_epi16(nibbles.v, _mm512_set1_epi32(quad));  // at most 2 * 15 * 128
-  return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
-#endif
+// 32 words of 16 bits, none with a sign: two of each of sixteen columns.
+struct Words {
+  __m512i v;
+  static Words load(const void* from) { return {_mm512_loadu_si512(from)}; }
+  // Byte i of sixteen, twice in column i.
+  static Words of_columns(const uint8_t* from) {
+    return {_mm512_and_si512(Bytes::of_columns(from).v, _mm512_set1_epi16(0x00ff))};
+  }
+  Words times16() const { return {_mm512_slli_epi16(v, 4)}; }
+};
+inline Words operator&(Words a, int mask) {
+  return {_mm512_and_si512(a.v, _mm512_set1_epi16(static_cast<int16_t>(mask)))};
+}
+inline Words low_product(Words a, Words b) { return {_mm512_mullo_epi16(a.v, b.v)}; }
+inline Words high_product(Words a, Words b) { return {_mm512_mulhi_epu16(a.v, b.v)}; }
+// Of each word the upper byte of `high`, and below it that of `low`, which has no other.
+inline Bytes bytes_of(Words high, Words low) {
+  return {_mm512_ternarylogic_epi32(high.v, _mm512_set1_epi16(-0x100), low.v, 0xea)};
 }
 
-// The same for signed bytes. Where `kBiased`, 128 times the sum of all quads is to be taken off what comes out.
+// sum + the four products of each column: signed bytes times those in `quad`. Where `kBiased`, 128 times the sum of all
+// quads is to be taken off what comes out.
 #if defined(__AVX512VNNI__)
 constexpr bool kBiased = true;  // the instruction takes one side without sign: 128 is added to it
+// The same for bytes that have the 128 already, where there is one to be added.
+inline i32x16 dot_biased(i32x16 sum, Bytes bytes, int32_t quad) {
+  return {_mm512_dpbusd_epi32(sum.v, bytes.v, _mm512_set1_epi32(quad))};
+}
 inline i32x16 dot_signed(i32x16 sum, Bytes bytes, int32_t quad) {
-  const __m512i without_sign = _mm512_sub_epi8(bytes.v, _mm512_set1_epi8(-128));
-  return {_mm512_dpbusd_epi32(sum.v, without_sign, _mm512_set1_epi32(quad))};
+  return dot_biased(sum, bytes + Bytes::all(128), quad);
 }
 #else
 constexpr bool kBiased = false;
@@ -65,6 +99,7 @@ inline i32x16 dot_signed(i32x16 sum, Bytes bytes, int32_t quad) {
   const __m512i a = _mm512_srai_epi16(_mm512_slli_epi16(four, 8), 8), b = _mm512_srai_epi16(four, 8);
   return {_mm512_add_epi32(sum.v, _mm512_add_epi32(_mm512_madd_epi16(even, a), _mm512_madd_epi16(odd, b)))};
 }
+inline i32x16 dot_biased(i32x16 sum, Bytes bytes, int32_t quad) { return dot_signed(sum, bytes, quad); }
 #endif
 
 // Sixteen numbers, rounded to nearest and cut to what a byte holds.
@@ -87,9 +122,8 @@ struct i32x16 {
   }
   f32x16 to_float() const { return {_mm256_cvtepi32_ps(lo), _mm256_cvtepi32_ps(hi)}; }
 };
-inline i32x16 operator*(i32x16 a, i32x16 b) {
-  return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)};
-}
+
+inline i32x16 operator+(i32x16 a, i32x16 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 
 struct Bytes {
   __m256i lo, hi;
@@ -102,30 +136,42 @@ struct Bytes {
     return {_mm256_loadu_si256(half), _mm256_loadu_si256(half + 1)};
   }
   static Bytes of_columns(const uint8_t* from) {
-    const __m256i four = _mm256_set1_epi32(0x01010101);
-    const auto half = [&](const uint8_t* at) {
-      const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
-      return _mm256_mullo_epi32(wide, four);
-    };
-    return {half(from), half(from + 8)};
+    const __m256i sixteen = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    const __m256i numbers = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0), four = _mm256_set1_epi32(0x01010101);
+    const __m256i low = _mm256_mullo_epi32(numbers, four), high = _mm256_add_epi8(low, _mm256_set1_epi8(8));
+    return {_mm256_shuffle_epi8(sixteen, low), _mm256_shuffle_epi8(sixteen, high)};
   }
   void store(void* to) const {
     auto* half = static_cast<__m256i*>(to);
     _mm256_storeu_si256(half, lo);
     _mm256_storeu_si256(half + 1, hi);
   }
-  Bytes low_nibbles() const {
-    const __m256i mask = _mm256_set1_epi8(15);
-    return {_mm256_and_si256(lo, mask), _mm256_and_si256(hi, mask)};
-  }
-  Bytes high_nibbles() const { return Bytes{_mm256_srli_epi16(lo, 4), _mm256_srli_epi16(hi, 4)}.low_nibbles(); }
 };
-inline Bytes operator-(Bytes a, Bytes b) { return {_mm256_sub_epi8(a.lo, b.lo), _mm256_sub_epi8(a.hi, b.hi)}; }
+inline Bytes operator+(Bytes a, Bytes b) { return {_mm256_add_epi8(a.lo, b.lo), _mm256_add_epi8(a.hi, b.hi)}; }
 
-inline i32x16 dot_nibbles(i32x16 sum, Bytes nibbles, int32_t quad) {
-  const __m256i four = _mm256_set1_epi32(quad), one = _mm256_set1_epi16(1);
-  return {_mm256_add_epi32(sum.lo, _mm256_madd_epi16(_mm256_maddubs_epi16(nibbles.lo, four), one)),
-          _mm256_add_epi32(sum.hi, _mm256_madd_epi16(_mm256_maddubs_epi16(nibbles.hi, four), one))};
+struct Words {
+  __m256i lo, hi;
+  static Words load(const void* from) {
+    const Bytes bytes = Bytes::load(from);
+    return {bytes.lo, bytes.hi};
+  }
+  static Words of_columns(const uint8_t* from) {
+    const __m256i mask = _mm256_set1_epi16(0x00ff);
+    const Bytes bytes = Bytes::of_columns(from);
+    return {_mm256_and_si256(bytes.lo, mask), _mm256_and_si256(bytes.hi, mask)};
+  }
+  Words times16() const { return {_mm256_slli_epi16(lo, 4), _mm256_slli_epi16(hi, 4)}; }
+};
+inline Words operator&(Words a, int mask) {
+  const __m256i all = _mm256_set1_epi16(static_cast<int16_t>(mask));
+  return {_mm256_and_si256(a.lo, all), _mm256_and_si256(a.hi, all)};
+}
+inline Words low_product(Words a, Words b) { return {_mm256_mullo_epi16(a.lo, b.lo), _mm256_mullo_epi16(a.hi, b.hi)}; }
+inline Words high_product(Words a, Words b) { return {_mm256_mulhi_epu16(a.lo, b.lo), _mm256_mulhi_epu16(a.hi, b.hi)}; }
+inline Bytes bytes_of(Words high, Words low) {
+  const __m256i mask = _mm256_set1_epi16(-0x100);
+  return {_mm256_or_si256(_mm256_and_si256(high.lo, mask), low.lo),
+          _mm256_or_si256(_mm256_and_si256(high.hi, mask), low.hi)};
 }
 
 constexpr bool kBiased = false;
@@ -138,6 +184,7 @@ inline i32x16 dot_signed(i32x16 sum, Bytes bytes, int32_t quad) {
   };
   return {_mm256_add_epi32(sum.lo, products(bytes.lo)), _mm256_add_epi32(sum.hi, products(bytes.hi))};
 }
+inline i32x16 dot_biased(i32x16 sum, Bytes bytes, int32_t quad) { return dot_signed(sum, bytes, quad); }
 
 inline void store_bytes(f32x16 values, int8_t* to) {
   const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(values.lo), _mm256_cvtps_epi32(values.hi));
@@ -147,6 +194,15 @@ inline void store_bytes(f32x16 values, int8_t* to) {
 }
 
 #endif
+
+// What N sums come to together.
+template <int N>
+inline i32x16 total(const i32x16 (&sums)[N]) {
+  static_assert(N == 1 || N == 2 || N == 4);
+  if constexpr (N == 1) return sums[0];
+  else if constexpr (N == 2) return sums[0] + sums[1];
+  else return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
 
 inline int32_t quad_at(const int8_t* from) {
   int32_t quad;

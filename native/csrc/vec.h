@@ -82,6 +82,10 @@ inline float largest(f32x16 a) { return _mm512_reduce_max_ps(a.v); }
 inline f32x16 where_at_least(f32x16 a, f32x16 b, f32x16 value) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ), value.v);
 }
+// `value` where a < b, else `other` (also where a or b is NaN).
+inline f32x16 where_less(f32x16 a, f32x16 b, f32x16 value, f32x16 other) {
+  return _mm512_mask_mov_ps(other.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), value.v);
+}
 
 #else
 
@@ -172,6 +176,10 @@ inline float largest(f32x16 a) {
 inline f32x16 where_at_least(f32x16 a, f32x16 b, f32x16 value) {
   return {_mm256_and_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ), value.lo),
           _mm256_and_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ), value.hi)};
+}
+inline f32x16 where_less(f32x16 a, f32x16 b, f32x16 value, f32x16 other) {
+  return {_mm256_blendv_ps(other.lo, value.lo, _mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ)),
+          _mm256_blendv_ps(other.hi, value.hi, _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ))};
 }
 
 #endif

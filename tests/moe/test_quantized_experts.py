@@ -7,7 +7,7 @@ import torch
 
 from moewe.moe.experts import grouped_ffn
 from moewe.moe.gated import SILU, Activation, ExpertWeights
-from moewe.quant import PackedTensor, WeightScheme, quantize, weight_scheme
+from moewe.quant import PackedTensor, WeightScheme, down_scheme, quantize, weight_scheme
 from moewe.quant.reference import quantized_rows_reference
 from tests.support.native import needs_native, team_of
 from tests.support.numerics import assert_near, assert_same
@@ -28,7 +28,9 @@ shapes = pytest.mark.parametrize("shape", [(64, 64), (640, 192), (192, 96), (33,
 schemes = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: f"{s.kind}-{s.group}")
 
 
-def experts(num_slots: int, shape: tuple[int, int], scheme: WeightScheme) -> ExpertWeights:
+def experts(
+    num_slots: int, shape: tuple[int, int], scheme: WeightScheme, down: WeightScheme | None = None
+) -> ExpertWeights:
     generator = torch.Generator().manual_seed(0)
     width, ffn_width = shape
 
@@ -37,7 +39,7 @@ def experts(num_slots: int, shape: tuple[int, int], scheme: WeightScheme) -> Exp
 
     return ExpertWeights(
         w13=quantize(noise(num_slots, 2 * ffn_width, width), scheme, gate_up=True),
-        w2=quantize(noise(num_slots, width, ffn_width), scheme),
+        w2=quantize(noise(num_slots, width, ffn_width), down or scheme),
         b13=noise(num_slots, 2 * ffn_width).to(torch.bfloat16),
         b2=noise(num_slots, width).to(torch.bfloat16),
     )
@@ -47,18 +49,18 @@ def rows_of(number: int, width: int) -> torch.Tensor:
     return torch.randn(number, width, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
 
 
-def reference(rows: torch.Tensor, counts: list[int], weights: ExpertWeights, group: int, clamped: bool) -> torch.Tensor:
+def reference(rows: torch.Tensor, counts: list[int], weights: ExpertWeights, clamped: bool) -> torch.Tensor:
     """Each product over rows as whole numbers, in fp64; rows between the two rounded to bf16 first."""
     assert isinstance(weights.w13, PackedTensor) and isinstance(weights.w2, PackedTensor)
     assert weights.b13 is not None and weights.b2 is not None
     done = []
     for slot, part in enumerate(rows.split(counts)):
-        both = quantized_rows_reference(part, group) @ weights.w13.select(slot).dequantize(torch.float64).T
+        both = quantized_rows_reference(part, 64) @ weights.w13.select(slot).dequantize(torch.float64).T
         gate, up = (both + weights.b13[slot].double()).chunk(2, dim=1)
         if clamped:
             gate, up = gate.clamp(max=CLAMPED.limit), up.clamp(-CLAMPED.limit, CLAMPED.limit) + 1
         hidden = gate * torch.sigmoid(gate * (CLAMPED.alpha if clamped else 1.0)) * up
-        again = quantized_rows_reference(hidden.to(torch.bfloat16), group)
+        again = quantized_rows_reference(hidden.to(torch.bfloat16), 64)
         done.append(again @ weights.w2.select(slot).dequantize(torch.float64).T + weights.b2[slot].double())
     return torch.cat(done)
 
@@ -74,7 +76,7 @@ def test_experts_equal_the_reference(
     actual = grouped_ffn(rows, torch.tensor(counts), weights, activation)
     assert actual.dtype == torch.bfloat16
     if rows.shape[0]:
-        expected = reference(rows, counts, weights, scheme.group or 64, activation is CLAMPED)
+        expected = reference(rows, counts, weights, activation is CLAMPED)
         assert_near(actual, expected, format="bfloat16")
     with team_of(2):
         assert_same(grouped_ffn(rows, torch.tensor(counts), weights, activation), actual)
@@ -94,3 +96,15 @@ def test_a_row_has_the_same_bits_whatever_goes_with_it(shape: tuple[int, int], s
             for keep in (slice(None, None, 2), slice(5, 30), slice(23, None)):
                 some = torch.bincount(slots[keep], minlength=3)
                 assert_same(grouped_ffn(rows[keep], some, weights, SILU), alone[keep])
+
+
+@counts_of
+@shapes
+def test_down_projections_may_be_int8_where_the_others_are_int4(counts: list[int], shape: tuple[int, int]) -> None:
+    weights, rows = experts(len(counts), shape, SCHEMES[1], down_scheme(SCHEMES[1])), rows_of(sum(counts), shape[0])
+    assert isinstance(weights.w2, PackedTensor) and weights.w2.format == "int8"
+    actual = grouped_ffn(rows, torch.tensor(counts), weights, SILU)
+    if rows.shape[0]:
+        assert_near(actual, reference(rows, counts, weights, clamped=False), format="bfloat16")
+    with team_of(2):
+        assert_same(grouped_ffn(rows, torch.tensor(counts), weights, SILU), actual)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moewe.quant import PackedTensor, WeightScheme, quantize, weight_scheme
-from moewe.quant.reference import quantize_int8_reference
+from moewe.quant import WeightScheme, quantize, weight_scheme
+from moewe.quant.reference import int4_grids_reference, quantize_int8_reference
 from tests.support.native import needs_native, team_of
-from tests.support.numerics import assert_same
+from tests.support.numerics import assert_near, assert_same
 
 pytestmark = needs_native
 
@@ -30,12 +30,6 @@ def in_groups(matrix: torch.Tensor, group: int) -> torch.Tensor:
     return padded.unflatten(1, (-1, group))
 
 
-def scales_of(packed: PackedTensor) -> torch.Tensor:
-    """[N, G, 1] of a packed int4 matrix."""
-    assert packed.scales is not None
-    return packed.scales.float().movedim(-1, -2).flatten(0, 1)[: packed.shape[0], :, None]
-
-
 @shapes
 def test_int8_is_the_nearest_number_of_255(shape: tuple[int, int]) -> None:
     matrix = noise(*shape)
@@ -44,18 +38,34 @@ def test_int8_is_the_nearest_number_of_255(shape: tuple[int, int]) -> None:
 
 @shapes
 @groups_of_four_bits
-def test_int4_is_the_nearest_of_sixteen_numbers(shape: tuple[int, int], scheme: WeightScheme) -> None:
+def test_int4_is_near_one_of_sixteen_numbers_of_int8(shape: tuple[int, int], scheme: WeightScheme) -> None:
     matrix = noise(*shape)
     packed = quantize(matrix, scheme)
-    groups, scales = in_groups(matrix, scheme.group), scales_of(packed)
-    safe = torch.where(scales == 0, 1, scales)
-    expected = torch.round(groups * (1 / safe)).clamp(-8, 7) * scales
-    assert_same(in_groups(packed.dequantize(torch.float32), scheme.group) + 0.0, expected + 0.0)  # -0 is 0
-    ends = groups.gather(2, groups.abs().argmax(2, keepdim=True))
-    plain = (ends / -8).to(torch.bfloat16).float()
-    plain_numbers = torch.round(groups * (1 / torch.where(plain == 0, 1, plain))).clamp(-8, 7) * plain
-    least = ((plain_numbers - groups) ** 2).sum(2)
-    assert (((expected - groups) ** 2).sum(2) <= least * 1.0001).all(), "no worse than the end of the range at -8"
+    grids, units = int4_grids_reference(packed)  # [N, G, 16], [N]
+    numbers = in_groups(packed.dequantize(torch.float32), scheme.group)
+    groups = in_groups(matrix, scheme.group)
+    distances = (grids[:, : groups.shape[1], None, :] - groups[..., None]).abs()
+    errors = (numbers - groups).abs()
+    inside = in_groups(torch.ones(shape), scheme.group).bool()
+    assert ((grids[:, : groups.shape[1], None, :] == numbers[..., None]).any(-1) | ~inside).all()
+    # A unit more at most, as what steps in sixteenths give is rounded down.
+    assert (errors <= distances.amin(-1) + units[:, None, None])[inside].all()
+    low = torch.where(inside, groups, torch.inf).amin(2, keepdim=True)
+    high = torch.where(inside, groups, -torch.inf).amax(2, keepdim=True)
+    steps = torch.where(high > low, (high - low) / 15, 1)
+    even = low + ((groups - low) / steps).round() * steps
+    assert (errors**2)[inside].sum() <= 1.02 * ((even - groups) ** 2)[inside].sum() + (units**2).sum()
+    assert_near(units * 119.5, matrix.abs().amax(1), format="float32")
+
+
+def test_int4_finds_numbers_that_were_evenly_spaced_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (32, 20, 32), generator=generator)
+    codes[..., 0], codes[..., 1] = 0, 15
+    steps, starts = (torch.rand(32, 20, 1, generator=generator) + 1 for _ in range(2))
+    matrix = (codes * steps - 6 * starts).flatten(1)
+    error = (quantize(matrix, INT4[0]).dequantize(torch.float32) - matrix).abs() / matrix.abs().amax(1, keepdim=True)
+    assert error.max() <= 2 / 119.5 and error.mean() <= 0.5 / 119.5, "no more than int8 itself is wrong"
 
 
 @schemes
@@ -90,9 +100,15 @@ def test_numbers_that_say_nothing(scheme: WeightScheme) -> None:
     matrix[3, 200] = -torch.inf
     numbers = quantize(matrix, scheme).dequantize(torch.float32)
     assert not numbers[:2].any()
-    width = scheme.group or 256
-    assert numbers[2, :width].isnan().all() and numbers[3, 200 // width * width :].isnan()[:width].all()
-    assert numbers.isfinite().sum() == 2 * 256 + 2 * (256 - width), "other groups stay"
+    assert numbers[2:].isnan().all()
+
+
+@schemes
+def test_a_group_of_equal_numbers(scheme: WeightScheme) -> None:
+    matrix = noise(6, 320)
+    matrix[:, 128:256] = torch.tensor([0.0, 1e-20, 0.25, -0.25, 9.0, -9.0])[:, None]
+    error = quantize(matrix, scheme).dequantize(torch.float32)[:, 128:256] - matrix[:, 128:256]
+    assert (error.abs() <= matrix.abs().amax(1, keepdim=True) / 119).all()
 
 
 def test_schemes_have_names() -> None:
