@@ -72,7 +72,7 @@ class DecodeBucket:
     mask: torch.Tensor | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class AttentionBatch:
     """All rows of one rank in one step, for one cache group.
 

@@ -170,6 +170,57 @@ def build_native_batch(
     )
 
 
+class NativeDecodes:
+    """The batch of decode rows alone for native attention, of the same sequences step after step.
+
+    Args:
+        slot_mapping: [N] i64, where each row's K and V go.
+        lengths: [N] i64, tokens of each sequence, its row's own included.
+        tables: [S, n] i32, block tables by slot; entries that no row sees are never looked at.
+        slots: [N] i64, whose rows they are.
+        kind, window: of the cache group.
+
+    Attributes:
+        batch: for the step whose numbers stand in the arrays; after other numbers were written there, see `advance`.
+    """
+
+    def __init__(
+        self,
+        *,
+        slot_mapping: np.ndarray,
+        lengths: np.ndarray,
+        tables: np.ndarray,
+        slots: np.ndarray,
+        kind: str = "full",
+        window: int = 0,
+    ) -> None:
+        self._lengths, self._kind, self._window = lengths, kind, window
+        self._runs = np.empty((len(slots), 4), np.int64)
+        self._runs[:, 0] = np.arange(len(slots))
+        self._runs[:, 1] = 1
+        self._runs[:, 3] = slots * tables.shape[1]
+        mapping = torch.from_numpy(slot_mapping)
+        self.batch = AttentionBatch(
+            kind=kind,
+            window=window,
+            slot_mapping=mapping,
+            prefills=(),
+            decodes=(),
+            kv_tokens_read=0,
+            native=NativeStep(self._runs, tables, mapping),
+        )
+        self.advance()
+
+    def advance(self) -> None:
+        """Take over what stands in `slot_mapping`, `lengths` and `tables` now."""
+        positions = self._runs[:, 2]
+        np.subtract(self._lengths, 1, out=positions)
+        read = int(self._lengths.sum())
+        if self._window:
+            read -= int(first_visible_rows(self._kind, self._window, positions).sum())
+        self.batch.kv_tokens_read = read
+
+
 def _edges(begin: int, end: int, window: int) -> list[int]:
     """Cut positions [begin, end) into pieces, at absolute positions, so that chunks of a prompt share them."""
     if not window:

@@ -89,7 +89,7 @@ class NullWorker:
         rows = self._batch.rows(plan.chunks, plan.held)
         places = rows.positions[rows.sample_rows] + 1
         tokens = self._words[places % len(self._words)]
-        flags = self._batch.commit(rows, tokens, np.ones(self._batch.num_slots, np.bool_)).flags
+        flags = self._batch.commit(rows, tokens).flags
         if self._step_s:
             time.sleep(max(0.0, self._due - time.monotonic()))
             self._due = time.monotonic() + self._step_s
@@ -100,7 +100,7 @@ class NullWorker:
             slots=pack(rows.sample_slots),
             sequence_ids=pack(self._batch.sequence_ids[rows.sample_slots], "<i8"),
             tokens=pack(tokens),
-            flags=pack(flags, "u1"),
+            flags=pack(flags, "u1") if flags.any() else b"",
             num_rows=rows.num_rows,
         )
 

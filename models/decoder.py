@@ -14,10 +14,10 @@ import torch
 from ..attention.batch import AttentionBatch
 from ..kvcache import KVStorage
 from ..moe.experts import gated_ffn
-from ..moe.layer import MoELayer, count_pass
+from ..moe.layer import MoELayer, PassCounts
 from ..moe.wide_ep.exchange import Exchange
 from ..moe.wide_ep.placement import ExpertPlacement
-from ..quant import embedding_rows, num_bytes
+from ..quant import PackedTensor, embedding_rows, num_bytes
 from ..quant import logits as head_logits
 from ..telemetry import RankCounters, RankProgress
 from .config import ModelConfig
@@ -117,10 +117,13 @@ class Decoder:
             )
         self._native: NativeLayers | None = None
         self._native_storage: KVStorage | None = None  # for which `_native` was made, or found to be impossible
-        self._moe_layers = [layer.moe for layer in self._layers if layer.moe is not None]
+        moe_layers = [layer.moe for layer in self._layers if layer.moe is not None]
+        self._pass_counts = PassCounts(moe_layers) if moe_layers else None
         self._attention_bytes = sum(map(_attention_bytes, weights.layers))
         self._dense_bytes = sum(map(_dense_bytes, weights.layers))
         self._dense_bytes += num_bytes(weights.final_norm, weights.final_norm_bias)
+        self._logits_room = torch.empty(0, 0)
+        self._head_bytes = num_bytes(weights.head, weights.head_bias)
 
     @property
     def config(self) -> ModelConfig:
@@ -208,12 +211,21 @@ class Decoder:
                 self._progress.tick()
         return x
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of `hidden` [S, D]: [S, V] f32."""
+    def step_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what `logits` does, in memory that the next call may write to: new memory is slow to touch."""
+        head = self._weights.head
+        if not isinstance(head, PackedTensor):
+            return self.logits(hidden)
+        if len(self._logits_room) < len(hidden):
+            self._logits_room = torch.empty(len(hidden), head.shape[0])
+        return self.logits(hidden, self._logits_room[: len(hidden)])
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits of `hidden` [S, D]: [S, V] f32, in `out` where it is given and a kernel computes them."""
         config, weights = self._config, self._weights
         if hidden.shape[0]:
-            self._counters.add_bytes("dense", num_bytes(weights.head, weights.head_bias))
-        logits = head_logits(hidden, weights.head, weights.head_bias)
+            self._counters.add_bytes("dense", self._head_bytes)
+        logits = head_logits(hidden, weights.head, weights.head_bias, out=out)
         if config.logits_multiplier != 1.0:
             logits = logits * config.logits_multiplier
         if config.logits_cap:
@@ -224,8 +236,11 @@ class Decoder:
 
     def _positions(self, batch: ForwardBatch) -> RowPositions:
         temperature = self._config.query_temperature
+        is_plain = batch.long_rows is None and batch.positions.device.type == "cpu"
         return RowPositions(
-            angles=self._rotary.angles(batch.positions, batch.long_rows),
+            angles=self._rotary.lookup(batch.positions)
+            if is_plain
+            else self._rotary.angles(batch.positions, batch.long_rows),
             temperature=None if temperature is None else query_temperature(temperature, batch.positions),
         )
 
@@ -244,8 +259,10 @@ class Decoder:
     def _count(self, batch: ForwardBatch, storage: KVStorage, x: torch.Tensor) -> None:
         """Count what a pass read and wrote: all weights once but the head, experts that were hit, KV, activations."""
         counters, num_rows = self._counters, x.shape[0]
-        if self._moe_layers:
-            count_pass(self._moe_layers, counters, has_rows=num_rows > 0)
+        if self._pass_counts is not None:
+            native = self._native
+            tokens_per_slot = native.tokens_per_slot if native is not None and native.whole else None
+            self._pass_counts.add(counters, has_rows=num_rows > 0, tokens_per_slot=tokens_per_slot)
         counters.add_bytes("exchange", self._exchange.bytes_sent())
         if not num_rows:
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ..attention.batch import AttentionBatch
@@ -87,6 +88,7 @@ class NativeLayers:
     Attributes:
         storage: of the layers.
         whole: `run` can do everything; else a caller puts together `attend` and FFNs.
+        tokens_per_slot: [L_moe, S] i64, rows that reached each slot of each MoE layer in the last `run`.
     """
 
     def __init__(
@@ -117,10 +119,13 @@ class NativeLayers:
         joined = not self._moe_layers or isinstance(exchange, ShmExchange) or exchange.name == "local"
         self.whole = joined and all(args.experts.slots or args.shared.slots for args in self._layers)
         self._groups = (AttentionStepArgs * len(storage.groups))()
+        self._filled: Sequence[AttentionBatch] = ()  # what stands in there
         self._step = StepArgs(attention=ctypes.addressof(self._groups))
         if progress is not None:
             self._step.progress = progress.tick_address
         self._slots = len(self._moe_layers[0].tokens_per_slot) if self._moe_layers else 0
+        self.tokens_per_slot = np.zeros((len(self._moe_layers), self._slots), np.int64)
+        self._step.tokens_per_slot = self.tokens_per_slot.ctypes.data
         if self.whole and isinstance(exchange, ShmExchange):
             self._step.group = ctypes.addressof(exchange.group)
             self._group_row_tokens = torch.empty(exchange.most_rows, dtype=torch.int32)
@@ -141,11 +146,9 @@ class NativeLayers:
             [T, D].
         """
         assert self.whole
-        hidden, counts = self._begin(x, positions, batches)
+        hidden = self._begin(x, positions, batches)
         step = self._step
         self._run_layers(self._pointers, len(self._layers), ctypes.addressof(self._last), ctypes.addressof(step))
-        for i, moe in enumerate(self._moe_layers):
-            moe.tokens_per_slot = counts[i]
         if step.bytes_sent:
             assert isinstance(self._exchange, ShmExchange)
             self._exchange.count(step.bytes_sent)
@@ -171,7 +174,7 @@ class NativeLayers:
         Returns:
             [T, D], what the FFN reads: `x` itself where norms stand behind the blocks. Valid until the next call.
         """
-        hidden, _ = self._begin(x, positions, batches)
+        hidden = self._begin(x, positions, batches)
         step = self._step
         if added is not None:
             assert added.is_contiguous() and added.shape == x.shape
@@ -182,24 +185,24 @@ class NativeLayers:
 
     def _begin(
         self, x: torch.Tensor, positions: RowPositions | None, batches: Sequence[AttentionBatch]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fill in what changes from step to step; return where the result and the rows per slot will stand."""
+    ) -> torch.Tensor:
+        """Fill in what changes from step to step; return where the result will stand."""
         assert x.dtype == torch.bfloat16 and x.is_contiguous(), x.dtype
         step, num_rows = self._step, x.shape[0]
         if num_rows > self._num_rows:
             self._make_buffers(num_rows)
         hidden = torch.empty_like(x)
-        counts = torch.empty(len(self._moe_layers), self._slots, dtype=torch.int64)
         step.rows, step.x, step.normed = num_rows, x.data_ptr(), hidden.data_ptr()
-        step.tokens_per_slot = counts.data_ptr()
         if positions is not None:
             step.cos, step.sin = positions.angles.cos.data_ptr(), positions.angles.sin.data_ptr()
             if positions.temperature is not None:
                 step.temperature = positions.temperature.data_ptr()
-        for group, batch in zip(range(len(batches)), batches):
-            assert batch.native is not None, "a batch for native attention"
-            self._groups[group] = batch.native.args
-        return hidden, counts
+        if batches is not self._filled:
+            for group, batch in enumerate(batches):
+                assert batch.native is not None, "a batch for native attention"
+                self._groups[group] = batch.native.args
+            self._filled = batches
+        return hidden
 
     def _make_buffers(self, num_rows: int) -> None:
         """Hold buffers for `num_rows` rows of a step."""

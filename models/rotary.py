@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from .config import RotaryConfig, RotaryScaling
+
+_FEWEST_ANGLES = 1024  # positions in a table
 
 
 class Angles(NamedTuple):
@@ -87,6 +90,9 @@ class Rotary:
         self._rotary_dim, self._interleaved = config.rotary_dim, config.interleaved
         self._inverse = frequencies(config).to(device)  # [R / 2]
         self._amplitude = scaling.amplitude if scaling is not None else 1.0
+        self._cos_table = self._sin_table = np.empty((0, 1, 0), np.float32)  # [positions, 1, R]
+        self._found: Angles | None = None
+        self._found_rows: tuple[np.ndarray, np.ndarray]
         self._long: tuple[torch.Tensor, float] | None = None
         if scaling is not None and scaling.kind == "longrope":
             self._long = frequencies(config, long=True).to(device), scaling.long_amplitude
@@ -112,6 +118,26 @@ class Rotary:
         if self._interleaved:
             return Angles(cos.repeat_interleave(2, -1)[:, None], torch.stack([-sin, sin], dim=-1).flatten(1)[:, None])
         return Angles(torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None])
+
+    def lookup(self, positions: torch.Tensor) -> Angles:
+        """Return what `angles` does, from tables that grow with the positions asked for; valid until the next call.
+
+        On a CPU, and not for rows of long sequences (`longrope`). The tables take some hundredths of what the KV of so
+        many tokens takes.
+        """
+        rows = positions.numpy()
+        most = int(rows.max()) + 1
+        if most > len(self._cos_table):
+            whole = self.angles(torch.arange(max(_FEWEST_ANGLES, 1 << (most - 1).bit_length())))
+            self._cos_table, self._sin_table = whole.cos.numpy(), whole.sin.numpy()
+        if self._found is None or len(self._found.cos) != len(rows):
+            shape = (len(rows), *self._cos_table.shape[1:])
+            self._found = Angles(torch.empty(shape), torch.empty(shape))
+            self._found_rows = self._found.cos.numpy(), self._found.sin.numpy()
+        cos, sin = self._found_rows
+        np.take(self._cos_table, rows, axis=0, out=cos, mode="clip")  # positions are not negative; "raise" would copy
+        np.take(self._sin_table, rows, axis=0, out=sin, mode="clip")
+        return self._found
 
     def rotate(self, heads: torch.Tensor, angles: Angles) -> torch.Tensor:
         """Rotate [T, heads, Dh] in fp32, rounded once; elements past `rotary_dim` pass through."""

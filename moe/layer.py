@@ -109,7 +109,7 @@ class MoELayer:
         progress: ticked before and after each collective; None in tests.
 
     Attributes:
-        tokens_per_slot: [S] i64, rows that reached each slot in the last call (`count_pass` adds them up).
+        tokens_per_slot: [S] i64, rows that reached each slot in the last call (`PassCounts` adds them up).
         bytes_per_slot, router_bytes, shared_bytes: weights that a call reads: one slot's, the router's, the shared
             experts'.
     """
@@ -254,18 +254,33 @@ class MoELayer:
             self._progress.tick()
 
 
-def count_pass(layers: Sequence[MoELayer], counters: RankCounters, *, has_rows: bool) -> None:
-    """Count what the last call of each of all MoE layers read, once for all of them: rows per slot, and weights.
+class PassCounts:
+    """Counts what a pass over all MoE layers of a rank reads: rows per slot, and weights.
 
     Args:
-        layers: all MoE layers of this rank, in order.
-        counters: of this rank.
-        has_rows: this rank had rows of its own, so routers and shared experts were read.
+        layers: all MoE layers of the rank, in order.
     """
-    tokens_per_slot = torch.stack([layer.tokens_per_slot for layer in layers]).numpy()  # [L_moe, S]
-    counters.add_expert_tokens(tokens_per_slot)
-    slots_hit = np.count_nonzero(tokens_per_slot, axis=1).tolist()
-    counters.add_bytes("routed", sum(hit * layer.bytes_per_slot for hit, layer in zip(slots_hit, layers)))
-    if has_rows:
-        counters.add_bytes("dense", sum(layer.router_bytes for layer in layers))
-        counters.add_bytes("shared", sum(layer.shared_bytes for layer in layers))
+
+    def __init__(self, layers: Sequence[MoELayer]) -> None:
+        self._layers = layers
+        self._bytes_per_slot = np.array([layer.bytes_per_slot for layer in layers])
+        self._router_bytes = sum(layer.router_bytes for layer in layers)
+        self._shared_bytes = sum(layer.shared_bytes for layer in layers)
+
+    def add(self, counters: RankCounters, *, has_rows: bool, tokens_per_slot: np.ndarray | None = None) -> None:
+        """Count one pass.
+
+        Args:
+            counters: of the rank.
+            has_rows: this rank had rows of its own, so routers and shared experts were read.
+            tokens_per_slot: [L_moe, S] i64, rows that reached each slot; None takes what the last call of each layer
+                left.
+        """
+        if tokens_per_slot is None:
+            tokens_per_slot = torch.stack([layer.tokens_per_slot for layer in self._layers]).numpy()
+        counters.add_expert_tokens(tokens_per_slot)
+        slots_hit = np.add.reduce(tokens_per_slot != 0, axis=1)
+        counters.add_bytes("routed", int(slots_hit @ self._bytes_per_slot))
+        if has_rows:
+            counters.add_bytes("dense", self._router_bytes)
+            counters.add_bytes("shared", self._shared_bytes)

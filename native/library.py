@@ -60,6 +60,8 @@ def native_isa() -> str | None:
 def outcome() -> Outcome:
     """Return what became of loading, which is tried once for the process, and logged."""
     global _outcome
+    if (found := _outcome) is not None:
+        return found
     with _lock:
         if _outcome is None:
             _outcome = _load()

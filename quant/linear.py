@@ -33,10 +33,19 @@ def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) ->
     return F.linear(x, dense(weight, x.dtype), bias)
 
 
-def logits(x: torch.Tensor, head: torch.Tensor | PackedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x head^T + bias in fp32: [S, D] -> [S, N]. Only a packed head keeps what rounding to bf16 would lose."""
+def logits(
+    x: torch.Tensor,
+    head: torch.Tensor | PackedTensor,
+    bias: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return x head^T + bias in fp32: [S, D] -> [S, N]. Only a packed head keeps what rounding to bf16 would lose.
+
+    `out` [S, N] f32 is where a packed head writes it; None makes it.
+    """
     if isinstance(head, PackedTensor):
-        return native_linear(x, head, bias, dtype=torch.float32)
+        return native_linear(x, head, bias, dtype=torch.float32, out=out)
     return F.linear(x, head, bias).float()
 
 

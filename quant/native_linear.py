@@ -35,6 +35,7 @@ def native_linear(
     *,
     residual: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return x weight^T + bias.
 
@@ -44,6 +45,7 @@ def native_linear(
         bias: [N] bf16.
         residual: [T, N] bf16 contiguous, added to the rounded product; rounded again.
         dtype: bf16, or fp32 for results that are not rounded (without a residual).
+        out: [T, N] in `dtype`, contiguous, where the result goes; None makes it.
 
     Returns:
         [T, N] in `dtype`.
@@ -53,7 +55,9 @@ def native_linear(
     assert width == inputs and x.dtype == torch.bfloat16 and not weight.gate_up, (x.shape, x.dtype, weight.shape)
     if x.stride(1) != 1:
         x = x.contiguous()
-    out = torch.empty(num_rows, outputs, dtype=dtype)
+    if out is None:
+        out = torch.empty(num_rows, outputs, dtype=dtype)
+    assert out.shape == (num_rows, outputs) and out.dtype == dtype and out.is_contiguous(), (out.shape, out.dtype)
     args = LinearArgs(
         x=x.data_ptr(),
         weight=weight.args,

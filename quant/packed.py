@@ -11,6 +11,7 @@ import ctypes
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from ..native.library import load
@@ -145,8 +146,9 @@ class PackedTensor:
         assert ids.dtype == torch.int64, ids.dtype
         ids = ids.contiguous()
         if ids.numel():  # the kernel reads wherever an id points
-            low, high = map(int, torch.aminmax(ids))
-            if low < 0 or high >= self.shape[0]:
+            highest = int(ids.numpy().view(np.uint64).max())  # what is negative is huge here
+            if highest >= self.shape[0]:
+                low, high = map(int, torch.aminmax(ids))
                 raise IndexError(f"row {low if low < 0 else high} of a matrix with {self.shape[0]} rows")
         rows = torch.empty(len(ids), self.shape[1], dtype=self.data.dtype)
         call(

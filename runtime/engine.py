@@ -155,7 +155,7 @@ class Engine:
         if result is None:
             return ended
         self.num_steps += 1
-        return [*ended, *(self._delta(update) for update in self.scheduler.apply(result))]
+        return ended + self._deltas(self.scheduler.apply(result))
 
     def settle(self, *, strict: bool = False) -> list[Delta]:
         """Check the books when the engine has fallen idle, and mend them: a leak costs capacity, not the engine.
@@ -182,18 +182,27 @@ class Engine:
             self._masks.close_all()
         return [Delta(request_id=name, finish_reason="error", error="the engine lost this request") for name in lost]
 
-    def _delta(self, update: SequenceUpdate) -> Delta:
+    def _deltas(self, updates: list[SequenceUpdate]) -> list[Delta]:
+        deltas = []
+        for update in updates:
+            request, reason = update.request, update.finish_reason
+            live = self._live[request.request_id]
+            shown = live.text.add(update.token_ids, reason)
+            if reason is None and live.is_plain and shown.stop is None and not update.logprobs:  # nearly all of them
+                delta = Delta(
+                    request_id=request.request_id,
+                    token_ids=tuple(update.token_ids),
+                    text=shown.text,
+                    first_scheduled=request.first_scheduled,
+                    num_preemptions=request.num_preemptions,
+                )
+            else:
+                delta = self._delta(live, update, shown)
+            deltas.append(delta)
+        return deltas
+
+    def _delta(self, live: _Live, update: SequenceUpdate, shown: Shown) -> Delta:
         request, reason = update.request, update.finish_reason
-        live = self._live[request.request_id]
-        shown = live.text.add(update.token_ids, reason)
-        if live.is_plain and reason is None and shown.stop is None and not update.logprobs:  # nearly all deltas
-            return Delta(
-                request_id=request.request_id,
-                token_ids=tuple(update.token_ids),
-                text=shown.text,
-                first_scheduled=request.first_scheduled,
-                num_preemptions=request.num_preemptions,
-            )
         if shown.stop is not None:
             if reason is None:
                 self.scheduler.finish(request.request_id)

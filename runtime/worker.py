@@ -10,15 +10,11 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from ..attention.batch import AttentionBatch
-from ..attention.build import build_attention_batch, build_native_batch
-from ..attention.native import serves
 from ..kvcache import KVStorage
 from ..models.decoder import Decoder, ForwardBatch
 from ..models.families import load_config
@@ -34,14 +30,26 @@ from .config import EngineConfig
 from .kv_layout import kv_layout, step_limits
 from .messages import KVAllocated, Loaded
 from .metrics.stats import encode_counters
-from .plan import FINISH_ERROR, Admission, Chunk, RankPlan, RankResult, SamplingState, StepHeader, pack
-from .ranks.batch import GroupRows, StepRows, WorkerBatch
+from .plan import (
+    FINISH_ERROR,
+    Admission,
+    Chunk,
+    PromptLogprobs,
+    RankPlan,
+    RankResult,
+    SamplingState,
+    StepHeader,
+    TokenLogprobs,
+    pack,
+)
+from .ranks.batch import StepRows, WorkerBatch
 from .ranks.finish import Committed
 from .ranks.logit_edits import LogitEdits, edited
 from .ranks.memory import blocks_that_fit, read_bandwidth
 from .ranks.reports import chosen_logprobs, prompt_logprobs
-from .ranks.row_scan import finite_rows
+from .ranks.row_scan import best_and_finite, finite_rows
 from .ranks.sampler import sample
+from .ranks.step_inputs import InputBuilder
 
 COUNTERS_EVERY_S = 0.25
 WARM_UP_TOKENS = 8
@@ -188,6 +196,7 @@ class Worker:
             block_size=config.cache.block_size,
             groups=[(group.kind, group.window) for group in layout.groups],
         )
+        self._inputs = InputBuilder(self._batch, self.device, self.number_format, self._long_from)
         self._warm_up()
         measured = read_bandwidth(self.device, self.num_ranks)
         return KVAllocated(
@@ -214,32 +223,44 @@ class Worker:
                 f"but the plan counts {plan.num_decodes}"
             )
         self.counters.begin_step(header.kind, rows.num_rows)
-        forward = self._to_device(rows)
+        inputs = self._inputs.of(rows)
+        forward = inputs.forward
         hidden = self.decoder.forward(forward, self.storage)
         if self.observer is not None:
             self.observer(forward, hidden, self.batch.sequence_ids[rows.row_slots])
-        logits = self.decoder.logits(hidden[forward.sample_rows])
-        healthy = self._judge(rows, hidden, logits)
-        tokens = sample(self._scores(plan, rows, logits), self.batch.sampling_rows(rows.sample_slots))
+        sampled = hidden if inputs.samples_all else hidden[forward.sample_rows]
+        logits = self.decoder.step_logits(sampled)
+        best, finite = best_and_finite(logits)
+        healthy = self._judge(rows, hidden, finite)
+        tokens = best
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        on_prompts: tuple[PromptLogprobs, ...] = ()
+        if not inputs.takes_best or plan.masks:
+            scores = self._scores(plan, rows, logits)
+            tokens = sample(scores, self._inputs.settings(rows), best if scores is logits else None)
         chosen = tokens.cpu().numpy()
-        on_prompts = prompt_logprobs(self.batch, rows, hidden, self.decoder.logits, healthy)
-        logprobs = chosen_logprobs(self.batch, rows, logits, tokens, healthy)
-        kept = self.batch.commit(rows, chosen, healthy)
-        outcome = self._with_unhealthy(rows, chosen, kept, healthy)
+        if rows.segments:
+            on_prompts = prompt_logprobs(self.batch, rows, hidden, self.decoder.logits, healthy)
+        if not inputs.takes_best:
+            logprobs = chosen_logprobs(self.batch, rows, logits, tokens, healthy)
+        all_well = bool(healthy.all())
+        kept = self.batch.commit(rows, chosen, None if all_well else healthy)
+        outcome = self._outcome(rows, chosen, kept, None if all_well else healthy)
         busy = time.perf_counter() - started
         self.counters.end_step(busy)
+        goes_on = not outcome.flags.any()
         return RankResult(
             step=header.step,
-            slots=pack(outcome.slots),
-            sequence_ids=pack(self.batch.sequence_ids[outcome.slots], "<i8"),
+            slots=inputs.slots if all_well else pack(outcome.slots),
+            sequence_ids=inputs.sequence_ids if all_well else pack(self.batch.sequence_ids[outcome.slots], "<i8"),
             tokens=pack(outcome.tokens),
-            flags=pack(outcome.flags, "u1"),
+            flags=b"" if goes_on else pack(outcome.flags, "u1"),
             counts=b"" if (outcome.counts == 1).all() else pack(outcome.counts),
             logprobs=logprobs,
             prompt_logprobs=on_prompts,
             num_rows=rows.num_rows,
             busy_seconds=busy,
-            counters=self._due_counters(),
+            counters=self._due_counters(bool(rows.sample_slots.size) and goes_on),
         )
 
     def late_counters(self) -> bytes:
@@ -256,45 +277,13 @@ class Worker:
             raise RuntimeError(f"step {header.step} came to rank {self.rank}, but step {self._next_step} is next")
         self._next_step = header.step + 1
 
-    def _to_device(self, rows: StepRows) -> ForwardBatch:
-        def move(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array).to(self.device, non_blocking=True)
-
-        return ForwardBatch(
-            input_ids=move(rows.input_ids),
-            positions=move(rows.positions),
-            attention=tuple(map(self._attention, repeat(rows), rows.groups, self.batch.groups)),
-            sample_rows=move(rows.sample_rows),
-            long_rows=move(self.batch.max_length[rows.row_slots] > self._long_from) if self._long_from else None,
-        )
-
-    def _attention(self, rows: StepRows, own: GroupRows, kind_and_window: tuple[str, int]) -> AttentionBatch:
-        kind, window = kind_and_window
-        if serves(self.number_format, self.device):
-            return build_native_batch(
-                slot_mapping=own.slot_mapping,
-                segments=own.segments,
-                decode_lengths=rows.decode_lengths,
-                decode_tables=own.decode_tables,
-                kind=kind,
-                window=window,
-            )
-        return build_attention_batch(
-            slot_mapping=own.slot_mapping,
-            segments=own.segments,
-            decode_lengths=rows.decode_lengths,
-            decode_tables=own.decode_tables,
-            block_size=self.batch.block_size,
-            device=self.device,
-            kind=kind,
-            window=window,
-        )
-
-    def _judge(self, rows: StepRows, hidden: torch.Tensor, logits: torch.Tensor) -> np.ndarray:
-        """Return which slots saw only finite numbers, [S] bool."""
+    def _judge(self, rows: StepRows, hidden: torch.Tensor, finite: torch.Tensor) -> np.ndarray:
+        """Return which slots saw only finite numbers, [S] bool; `finite` [K] tells it of logits."""
         healthy = np.ones(self.batch.num_slots, np.bool_)
-        healthy[rows.row_slots[~finite_rows(hidden).cpu().numpy()]] = False
-        healthy[rows.sample_slots[~finite_rows(logits).cpu().numpy()]] = False
+        well_inside, well = finite_rows(hidden).cpu().numpy(), finite.cpu().numpy()
+        if not (well.all() and well_inside.all()):
+            healthy[rows.row_slots[~well_inside]] = False
+            healthy[rows.sample_slots[~well]] = False
         return healthy
 
     def _scores(self, plan: RankPlan, rows: StepRows, logits: torch.Tensor) -> torch.Tensor:
@@ -305,10 +294,10 @@ class Worker:
             edits.add_masks(plan.masks, rows.sample_slots, logits.shape[1])
         return logits if edits is None else edited(logits, edits)
 
-    def _with_unhealthy(self, rows: StepRows, tokens: np.ndarray, kept: Committed, healthy: np.ndarray) -> _Outcome:
+    def _outcome(self, rows: StepRows, tokens: np.ndarray, kept: Committed, healthy: np.ndarray | None) -> _Outcome:
         """Return what to report, with those that ended unhealthy before they were sampled; their KV is zeroed."""
         slots, counts, flags = rows.sample_slots, kept.counts, kept.flags
-        if not healthy.all():
+        if healthy is not None:
             ill = np.flatnonzero(~healthy)
             # Masked positions are multiplied by zero, and zero times NaN is NaN: the next owner would suffer.
             for slot in ill.tolist():
@@ -320,10 +309,10 @@ class Worker:
             flags = np.concatenate([flags, np.full(silent.size, FINISH_ERROR, np.uint8)])
         return _Outcome(slots=slots, tokens=tokens[kept.counts > 0], counts=counts, flags=flags)
 
-    def _due_counters(self) -> bytes:
-        """Return the counters every quarter second, and when nothing runs any more."""
+    def _due_counters(self, goes_on: bool) -> bytes:
+        """Return the counters every quarter second, and when nothing runs any more; `goes_on` when something does."""
         self._counters_due = True
-        if time.monotonic() - self._counters_sent < COUNTERS_EVERY_S and self.batch.num_running:
+        if time.monotonic() - self._counters_sent < COUNTERS_EVERY_S and (goes_on or self.batch.num_running):
             return b""
         return self._encoded_counters()
 

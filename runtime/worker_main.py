@@ -120,8 +120,9 @@ def run_rank(
 
 def _serve(channel: Channel[ToWorker], worker: RankWorker, rank: int, progress: RankProgress) -> bool:
     idle = 0
+    following: ToWorker | None = None
     while True:
-        message = channel.receive(HEARTBEAT_S)
+        message, following = following or channel.receive(HEARTBEAT_S), None
         progress.heartbeat()
         idle = 0 if message else idle + 1
         match message:
@@ -135,6 +136,9 @@ def _serve(channel: Channel[ToWorker], worker: RankWorker, rank: int, progress: 
                 progress.enter(STATE_BUSY, header.step)
                 result = worker.run(header, plan)
                 progress.enter(STATE_IDLE, header.step)
+                # The next plan is taken before the engine wakes: where this is a thread of it, both want the
+                # interpreter then, and the next step would wait for what the engine has to do with this one.
+                following = channel.receive(0.0)
                 _send_alive(channel, StepDone(rank=rank, result=result), progress)
             case AllocateKV(num_blocks=num_blocks):
                 allocated = worker.allocate(num_blocks)

@@ -45,17 +45,28 @@ class GroupRows:
     Attributes:
         slot_mapping: [T] i64.
         segments: the chunks, ascending by row.
-        decode_tables: [N, n] i32, block tables of the decode rows; entries that a row does not see may be stale or -1.
+        tables: [S, B] i32, the block tables of all slots as they are now.
+        decode_slots, decode_lengths: [N] i64, as in `StepRows`.
+        block_size: tokens a block.
     """
 
     slot_mapping: np.ndarray
     segments: tuple[Segment, ...]
-    decode_tables: np.ndarray
+    tables: np.ndarray
+    decode_slots: np.ndarray
+    decode_lengths: np.ndarray
+    block_size: int
+
+    @property
+    def decode_tables(self) -> np.ndarray:
+        """Block tables of the decode rows, [N, n] i32; entries that a row does not see may be stale or -1."""
+        width = -(-int(self.decode_lengths.max()) // self.block_size) if self.decode_slots.size else 0
+        return self.tables[self.decode_slots, :width]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRows:
-    """The rows of one step on one rank.
+    """The rows of one step on one rank. They hold until the next are asked for, which may stand in the same arrays.
 
     Attributes:
         input_ids, positions: [T] i64.
@@ -119,11 +130,15 @@ class WorkerBatch:
         self.decoding = np.zeros(num_slots, np.bool_)
         self.finished = np.zeros(num_slots, np.bool_)
         self.sampling = SlotSampling(num_slots)
+        self._decodes: StepRows | None = None  # of the last step, while the same sequences decode and nothing else runs
+        self._decoding_at: slice | np.ndarray = slice(0)  # their slots, in the form that is fastest
 
     def apply(self, plan: RankPlan, *, snapshot: bool = False) -> None:
         """Take over what `plan` releases, admits and grants; with `snapshot` forget everything first."""
         if snapshot:
             self._release(np.flatnonzero(self.sequence_ids != FREE))
+        if snapshot or plan.released or plan.admitted:
+            self._decodes = None
         if plan.released:
             self._release(unpack(plan.released))
         for admission in plan.admitted:
@@ -139,14 +154,31 @@ class WorkerBatch:
     def rows(self, chunks: Sequence[Chunk], held: bytes = b"") -> StepRows:
         """Return the rows of a step that runs `chunks` and one token of every decoding sequence that goes on.
 
-        `held` are those that sit out (see `RankPlan`).
+        `held` are those that sit out (see `RankPlan`). The same object comes back while the same sequences decode and
+        nothing else runs, with other numbers in its arrays.
         """
+        if chunks or held:
+            self._decodes = None
+            return self._build_rows(chunks, held)
+        if self._decodes is None:
+            self._decodes = rows = self._build_rows((), b"")
+            slots = rows.decode_slots
+            together = slots.size and slots[-1] - slots[0] + 1 == slots.size
+            self._decoding_at = slice(int(slots[0]), int(slots[-1]) + 1) if together else slots
+            return rows
+        rows, at = self._decodes, self._decoding_at
+        rows.input_ids[:] = self.last_token[at]
+        rows.positions[:] = self.num_computed_tokens[at]
+        np.add(rows.positions, 1, out=rows.decode_lengths)
+        self._map_slots(rows.positions, rows.decode_slots, [group.slot_mapping for group in rows.groups])
+        return rows
+
+    def _build_rows(self, chunks: Sequence[Chunk], held: bytes) -> StepRows:
         going = self.decoding & ~self.finished
         if held:
             going[unpack(held)] = False
         slots = np.flatnonzero(going)
         lengths = self.num_computed_tokens[slots] + 1
-        width = -(-int(lengths.max()) // self.block_size) if slots.size else 0
         running = [chunk for chunk in chunks if not self.finished[chunk.slot]]  # others: planned before this verdict
         ids, positions, row_slots = [self.last_token[slots]], [self.num_computed_tokens[slots]], [slots]
         sample_rows, sample_slots = [np.arange(slots.size)], [slots]
@@ -162,10 +194,8 @@ class WorkerBatch:
                 sample_rows.append(np.array([start - 1]))
                 sample_slots.append(np.array([chunk.slot]))
         position, owner = np.concatenate(positions), np.concatenate(row_slots)
-        index, offset = np.divmod(position, self.block_size)
-        blocks = self.block_table[:, owner, index].astype(np.int64)  # [G, T]
-        assert (blocks >= 0).all(), "a row has no KV block"
-        slot_mapping = blocks * self.block_size + offset
+        slot_mapping = np.empty((len(self.groups), len(position)), np.int64)
+        self._map_slots(position, owner, slot_mapping)
         return StepRows(
             input_ids=np.concatenate(ids),
             positions=position,
@@ -174,7 +204,10 @@ class WorkerBatch:
                 GroupRows(
                     slot_mapping=slot_mapping[group],
                     segments=tuple(self._segment(group, *at) for at in zip(running, starts, strict=True)),
-                    decode_tables=self.block_table[group, slots, :width],
+                    tables=self.block_table[group],
+                    decode_slots=slots,
+                    decode_lengths=lengths,
+                    block_size=self.block_size,
                 )
                 for group in range(len(self.groups))
             ),
@@ -184,6 +217,14 @@ class WorkerBatch:
             sample_slots=np.concatenate(sample_slots),
         )
 
+    def _map_slots(self, positions: np.ndarray, owners: np.ndarray, out: Sequence[np.ndarray] | np.ndarray) -> None:
+        """Fill in, for each group, where K and V of rows at `positions` [T] of the sequences in `owners` [T] go."""
+        index, offset = np.divmod(positions, self.block_size)
+        for table, mapping in zip(self.block_table, out):
+            np.multiply(table[owners, index], self.block_size, out=mapping, casting="unsafe", dtype=np.int64)
+            assert not mapping.size or mapping.min() >= 0, "a row has no KV block"
+            mapping += offset
+
     def sampling_rows(self, slots: np.ndarray) -> SamplingRows:
         """Return how the next token of each of `slots` is to be chosen, [K] a field."""
         return self.sampling.rows(slots, self.num_tokens[slots])
@@ -192,14 +233,17 @@ class WorkerBatch:
         """Return what `slots` do to the logits of their next token, masks aside; None for nothing."""
         return self.sampling.edits(slots, self.num_tokens[slots])
 
-    def commit(self, rows: StepRows, tokens: np.ndarray, healthy: np.ndarray) -> Committed:
+    def commit(self, rows: StepRows, tokens: np.ndarray, healthy: np.ndarray | None = None) -> Committed:
         """Book the outcome of a step; return what its samples keep and whether they end.
 
         Args:
             rows: what ran.
             tokens: [K] or [K, Q] i64, chosen at `rows.sample_rows`, see `commit_tokens`.
-            healthy: [S] bool by slot; False where something was not finite: the sequence ends.
+            healthy: [S] bool by slot; False where something was not finite: the sequence ends. None: all are well.
         """
+        if rows is self._decodes and healthy is None and tokens.ndim == 1:
+            return self._commit_decodes(rows, tokens)
+        self._decodes = None
         self.num_computed_tokens[rows.decode_slots] += 1
         for segment in rows.segments:
             self.num_computed_tokens[segment.slot] = segment.num_computed_tokens + segment.num_rows
@@ -209,9 +253,23 @@ class WorkerBatch:
         self.last_token[slots] = tokens[np.arange(slots.size), np.maximum(kept.counts - 1, 0)]
         self.decoding[slots] = True
         self.sampling.note(slots, tokens, kept.counts)
-        kept.flags[~healthy[slots]] = FINISH_ERROR
+        if healthy is not None:
+            kept.flags[~healthy[slots]] = FINISH_ERROR
+            self.finished |= ~healthy
         self.finished[slots] = kept.flags != FINISH_NONE
-        self.finished |= ~healthy
+        return kept
+
+    def _commit_decodes(self, rows: StepRows, tokens: np.ndarray) -> Committed:
+        """Book a token of each sequence of `rows`, which decode and have room for it: they have not finished."""
+        at, lengths = self._decoding_at, rows.decode_lengths
+        kept = commit_tokens(tokens[:, None], lengths, self.max_length[at], self.sampling.ends[at])
+        self.num_computed_tokens[at] = lengths
+        self.num_tokens[at] += kept.counts
+        self.last_token[at] = tokens
+        self.sampling.note(rows.decode_slots, tokens[:, None], kept.counts)
+        if kept.flags.any():
+            self.finished[at] = kept.flags != FINISH_NONE
+            self._decodes = None
         return kept
 
     def blocks_of(self, slot: int, group: int = 0) -> np.ndarray:

@@ -40,6 +40,8 @@ def commit_tokens(tokens: np.ndarray, lengths: np.ndarray, max_length: np.ndarra
         max_length: [K] i64, of the sequence with all its tokens.
         ends: [K, E] i64, its end tokens, NO_TOKEN behind the last one.
     """
+    if tokens.shape[1] == 1:
+        return _commit_one(tokens[:, 0], lengths, max_length, ends)
     counts = np.minimum((tokens != NO_TOKEN).sum(1), np.maximum(max_length - lengths, 0))
     usable = np.arange(tokens.shape[1]) < counts[:, None]
     is_end = (tokens[:, :, None] == ends[:, None, :]).any(2) & usable
@@ -47,3 +49,11 @@ def commit_tokens(tokens: np.ndarray, lengths: np.ndarray, max_length: np.ndarra
     counts = np.where(stopped, is_end.argmax(1) + 1, counts)
     flags = np.where(lengths + counts >= max_length, FINISH_LENGTH, FINISH_NONE)
     return Committed(counts=counts, flags=np.where(stopped, FINISH_STOP, flags).astype(np.uint8))
+
+
+def _commit_one(tokens: np.ndarray, lengths: np.ndarray, max_length: np.ndarray, ends: np.ndarray) -> Committed:
+    """The same for one token each, which is what a step nearly always brings: tokens [K]."""
+    kept = (tokens != NO_TOKEN) & (lengths < max_length)
+    flags = (lengths + kept >= max_length) * np.uint8(FINISH_LENGTH)
+    flags[(tokens[:, None] == ends).any(1) & kept] = FINISH_STOP
+    return Committed(counts=kept.astype(np.int64), flags=flags)

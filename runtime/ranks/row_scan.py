@@ -36,6 +36,16 @@ def best_tokens(logits: torch.Tensor) -> torch.Tensor:
     return best
 
 
+def best_and_finite(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both `best_tokens` and `finite_rows` of [N, V] in one look at it. V > 0."""
+    if not _is_native(logits):
+        return logits.argmax(-1), torch.isfinite(logits).all(-1)
+    best = torch.empty(logits.shape[0], dtype=torch.int64)
+    finite = torch.empty(logits.shape[0], dtype=torch.bool)
+    _scan(logits, best=best, finite=finite)
+    return best, finite
+
+
 def finite_rows(values: torch.Tensor) -> torch.Tensor:
     """Return which rows of [N, V] hold only finite numbers, [N] bool."""
     if not _is_native(values):

@@ -73,9 +73,9 @@ class RowLogprobs:
     top: np.ndarray
 
 
-def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+def sample(logits: torch.Tensor, rows: SamplingRows, best: torch.Tensor | None = None) -> torch.Tensor:
     """Choose a token a row, [N] i64. The best of each row must be finite; tokens of -inf are never chosen."""
-    tokens = best_tokens(logits)
+    tokens = best_tokens(logits) if best is None else best
     chance = np.flatnonzero(~rows.greedy)
     if chance.size:
         index = torch.from_numpy(chance).to(logits.device)

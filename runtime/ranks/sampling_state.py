@@ -105,6 +105,11 @@ class SlotSampling:
         self._bias_slot, self._bias_ids = self._bias_slot[kept], self._bias_ids[kept]
         self._bias_values = self._bias_values[kept]
 
+    def takes_best(self, slots: np.ndarray) -> bool:
+        """Tell whether all of `slots` want the most likely token, of logits as they are, and nothing reported of it."""
+        asks_more = ~self.greedy[slots] | self.edits_logits[slots] | (self.num_logprobs[slots] >= 0)
+        return not asks_more.any()
+
     def rows(self, slots: np.ndarray, positions: np.ndarray) -> SamplingRows:
         """Return how the token at `positions` of each of `slots` is chosen, [K] each."""
         return SamplingRows(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moewe.attention.batch import AttentionBatch
-from moewe.attention.build import WINDOW_PIECE_ROWS, build_attention_batch, build_native_batch
+from moewe.attention.build import WINDOW_PIECE_ROWS, NativeDecodes, build_attention_batch, build_native_batch
 from tests.support.attention_steps import Rows, Shape, make_step
 
 NONE = -torch.inf
@@ -160,3 +160,34 @@ def test_native_attention_is_told_runs_and_whole_tables() -> None:
     assert batch.native.tables.tolist() == [1, 2, 3, STALE, 7, 5, 9]
     assert batch.slot_mapping.tolist() == [0, 1, 2, 3, 4]
     assert batch.kv_tokens_read == 4 + 3 + 6  # tokens 2..5; 0..2; 3..8
+
+
+@pytest.mark.parametrize(("kind", "window"), [("full", 0), ("window", 9), ("chunk", 8)])
+def test_decodes_that_go_on_are_told_as_those_that_are_built_anew(kind: str, window: int) -> None:
+    tables = np.arange(60, dtype=np.int32).reshape(6, 10)  # by slot
+    slots, lengths, mapping = np.array([1, 4, 5]), np.array([3, 16, 30]), np.zeros(3, np.int64)
+    decodes = NativeDecodes(slot_mapping=mapping, lengths=lengths, tables=tables, slots=slots, kind=kind, window=window)
+    for step in range(20):
+        if step:
+            lengths += 1
+            mapping += 7
+            tables[4, step % 10] = 100 + step
+            decodes.advance()
+        fresh = build_native_batch(
+            slot_mapping=mapping,
+            segments=[],
+            decode_lengths=lengths,
+            decode_tables=tables[slots],
+            kind=kind,
+            window=window,
+        )
+        assert decodes.batch.kv_tokens_read == fresh.kv_tokens_read
+        assert decodes.batch.slot_mapping.tolist() == fresh.slot_mapping.tolist()
+        for told, wanted in zip(runs_of(decodes.batch), runs_of(fresh), strict=True):
+            assert told == wanted
+
+
+def runs_of(batch: AttentionBatch) -> list[tuple[list[int], list[int]]]:
+    assert batch.native is not None
+    flat = batch.native.tables.ravel()
+    return [(run[:3].tolist(), flat[run[3] : run[3] + 10].tolist()) for run in batch.native.runs]

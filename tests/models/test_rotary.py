@@ -125,3 +125,14 @@ def test_positions_far_out_keep_their_angle() -> None:
     rotary = Rotary(RotaryConfig(theta=1e4, rotary_dim=2), CPU)
     angles = rotary.angles(torch.tensor([1 << 20]))
     assert_within(angles.cos[0, 0], torch.full((2,), math.cos(1 << 20)), ROTARY_FREQUENCIES)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_angles_looked_up_have_the_bits_of_those_computed(interleaved: bool) -> None:
+    for kind in (None, RotaryScaling(kind="linear", factor=4.0)):
+        rotary = Rotary(RotaryConfig(rotary_dim=24, theta=1e4, scaling=kind, interleaved=interleaved), CPU)
+        for positions in ([0], [5, 3, 1023], [1024], [0, 70_000, 2], list(range(300)), [70_001, 4]):
+            wanted = rotary.angles(torch.tensor(positions))
+            found = rotary.lookup(torch.tensor(positions))
+            assert_same(found.cos, wanted.cos)
+            assert_same(found.sin, wanted.sin)

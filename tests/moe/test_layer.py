@@ -13,7 +13,7 @@ import torch
 
 from moewe.moe.experts import grouped_ffn
 from moewe.moe.gated import SILU, Activation, ExpertWeights
-from moewe.moe.layer import MoELayer, count_pass
+from moewe.moe.layer import MoELayer, PassCounts
 from moewe.moe.reference import combine_reference, dispatch_reference, grouped_ffn_reference
 from moewe.moe.routing import RoutingConfig
 from moewe.moe.routing.reference import route_reference
@@ -124,7 +124,7 @@ def test_layer_equals_the_global_view(lengths: tuple[int, ...], shared: bool) ->
     def work(rank: int, exchange: Exchange) -> tuple[torch.Tensor, RankCounters]:
         made, counters = layer(weights, placement, rank, exchange, board)
         output = made(inputs[rank])
-        count_pass([made], counters, has_rows=len(inputs[rank]) > 0)
+        PassCounts([made]).add(counters, has_rows=len(inputs[rank]) > 0)
         return output, counters
 
     results = run_ranks(placement.slot_ranges, work)
@@ -166,7 +166,7 @@ def test_without_debug_a_chosen_expert_without_owner_is_counted() -> None:  # P-
         "import torch; from tests.moe.test_layer import *;"
         "weights = all_weights(); weights.selection_bias = torch.tensor([0.0, 0, 9, 0, 0, 0]);"
         "made, counters = layer(weights, broken_placement(), 0, LocalExchange(6));"
-        "out = made(torch.randn(4, WIDTH)); count_pass([made], counters, has_rows=True);"
+        "out = made(torch.randn(4, WIDTH)); PassCounts([made]).add(counters, has_rows=True);"
         "ok = counters.unowned_ids == 4 and counters.expert_tokens.sum() == 8 and bool(out.isfinite().all());"
         "sys.exit(not ok)"
     )

@@ -23,10 +23,11 @@ def padded(lists: list[list[int]], width: int) -> np.ndarray:
     return np.array([[*own, *[NO_TOKEN] * (width - len(own))] for own in lists], np.int64).reshape(len(lists), width)
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(SEQUENCE, max_size=5))
-def test_what_is_kept_equals_a_loop(sequences: list[tuple[list[int], int, int, list[int]]]) -> None:
-    tokens = padded([own for own, *_ in sequences], 5)
+@settings(max_examples=300, deadline=None)
+@given(st.lists(SEQUENCE, max_size=5), st.sampled_from([1, 5]))
+def test_what_is_kept_equals_a_loop(sequences: list[tuple[list[int], int, int, list[int]]], most_tokens: int) -> None:
+    sequences = [(own[:most_tokens], *rest) for own, *rest in sequences]
+    tokens = padded([own for own, *_ in sequences], most_tokens)
     lengths = np.array([length for _, length, *_ in sequences], np.int64)
     most = lengths + np.array([room for *_, room, _ in sequences], np.int64)
     found = commit_tokens(tokens, lengths, most, padded([ends for *_, ends in sequences], 3))

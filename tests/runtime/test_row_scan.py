@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moewe.runtime.ranks import row_scan
-from moewe.runtime.ranks.row_scan import best_tokens, finite_rows
+from moewe.runtime.ranks.row_scan import best_and_finite, best_tokens, finite_rows
 
 INF, NAN = float("inf"), float("nan")
 PATHS = ["native", "torch"]
@@ -56,3 +56,11 @@ def test_native_equals_torch(rows: int, width: int, seed: int, dtype: torch.dtyp
     numpy = values.float().numpy()
     assert best_tokens(values).tolist() == numpy.argmax(-1).tolist()
     assert finite_rows(values).all()
+
+
+def test_both_at_once_are_what_each_is(path: str) -> None:
+    logits = torch.randn(5, 100)
+    logits[1, 7], logits[3, 99] = NAN, INF
+    best, finite = best_and_finite(logits)
+    assert finite.tolist() == finite_rows(logits).tolist() == [True, False, True, False, True]
+    assert best[finite].tolist() == best_tokens(logits)[finite].tolist()

@@ -49,7 +49,7 @@ def step(batch, plan, token=1, healthy=None, **kwargs):
     batch.apply(plan, **kwargs)
     rows = batch.rows(plan.chunks, plan.held)
     tokens = np.full(rows.sample_slots.size, token)
-    flags = batch.commit(rows, tokens, np.ones(batch.num_slots, bool) if healthy is None else healthy).flags
+    flags = batch.commit(rows, tokens, healthy).flags
     batch.check_invariants()
     return rows, flags.tolist()
 

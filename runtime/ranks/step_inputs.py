@@ -1,0 +1,132 @@
+"""From the rows of a step, in numpy, to what the decoder and the sampler are handed.
+
+Not the rows (batch.py). Where the same sequences decode step after step, the same tensors, batches and settings come
+back, and only numbers in them have changed: nothing is made anew.
+Shapes: T rows of the step, K of them sampled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+import torch
+
+from ...attention.batch import AttentionBatch
+from ...attention.build import NativeDecodes, build_attention_batch, build_native_batch
+from ...attention.native import serves
+from ...models.decoder import ForwardBatch
+from ...quant import NumberFormat
+from ..plan import pack
+from .batch import GroupRows, StepRows, WorkerBatch
+from .sampler import SamplingRows
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepInputs:
+    """A step, ready to run.
+
+    Attributes:
+        rows: what it was made of.
+        forward: for the decoder.
+        samples_all: every row is sampled, in order.
+        takes_best: nobody asks for more than the most likely token: no chance, no edits, no log-probabilities.
+        slots, sequence_ids: `rows.sample_slots` and their sequences as a result names them.
+    """
+
+    rows: StepRows
+    forward: ForwardBatch
+    samples_all: bool
+    takes_best: bool
+    slots: bytes
+    sequence_ids: bytes
+
+
+class InputBuilder:
+    """Makes the inputs of one rank's steps.
+
+    Args:
+        batch: of the rank.
+        device: of its tensors.
+        number_format: of its KV.
+        long_from: sequences that may grow beyond so many tokens use other rotary frequencies; 0 where none do.
+    """
+
+    def __init__(self, batch: WorkerBatch, device: torch.device, number_format: NumberFormat, long_from: int) -> None:
+        self._batch, self._device, self._long_from = batch, device, long_from
+        self._is_native = serves(number_format, device)
+        self._last: StepInputs | None = None
+        self._decodes: list[NativeDecodes] = []
+        self._settings: SamplingRows | None = None
+
+    def of(self, rows: StepRows) -> StepInputs:
+        """Return the inputs of a step of `rows`, which hold until the next call."""
+        if self._last is not None and self._last.rows is rows and self._is_native:
+            for decodes in self._decodes:
+                decodes.advance()
+            return self._last
+        self._settings = None
+        self._decodes = []
+        self._last = StepInputs(
+            rows=rows,
+            forward=ForwardBatch(
+                input_ids=self._move(rows.input_ids),
+                positions=self._move(rows.positions),
+                attention=tuple(map(self._attention, repeat(rows), rows.groups, self._batch.groups)),
+                sample_rows=self._move(rows.sample_rows),
+                long_rows=self._long_rows(rows),
+            ),
+            samples_all=rows.sample_rows.size == rows.num_rows,
+            takes_best=self._batch.sampling.takes_best(rows.sample_slots),
+            slots=pack(rows.sample_slots),
+            sequence_ids=pack(self._batch.sequence_ids[rows.sample_slots], "<i8"),
+        )
+        return self._last
+
+    def settings(self, rows: StepRows) -> SamplingRows:
+        """Return how the next token of each row that is sampled is to be chosen."""
+        if self._settings is None:
+            self._settings = self._batch.sampling_rows(rows.sample_slots)
+        else:
+            self._settings.position[:] = self._batch.num_tokens[rows.sample_slots]
+        return self._settings
+
+    def _move(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+    def _long_rows(self, rows: StepRows) -> torch.Tensor | None:
+        return self._move(self._batch.max_length[rows.row_slots] > self._long_from) if self._long_from else None
+
+    def _attention(self, rows: StepRows, own: GroupRows, kind_and_window: tuple[str, int]) -> AttentionBatch:
+        kind, window = kind_and_window
+        if self._is_native and not own.segments:
+            decodes = NativeDecodes(
+                slot_mapping=own.slot_mapping,
+                lengths=rows.decode_lengths,
+                tables=own.tables,
+                slots=own.decode_slots,
+                kind=kind,
+                window=window,
+            )
+            self._decodes.append(decodes)
+            return decodes.batch
+        if self._is_native:
+            return build_native_batch(
+                slot_mapping=own.slot_mapping,
+                segments=own.segments,
+                decode_lengths=rows.decode_lengths,
+                decode_tables=own.decode_tables,
+                kind=kind,
+                window=window,
+            )
+        return build_attention_batch(
+            slot_mapping=own.slot_mapping,
+            segments=own.segments,
+            decode_lengths=rows.decode_lengths,
+            decode_tables=own.decode_tables,
+            block_size=self._batch.block_size,
+            device=self._device,
+            kind=kind,
+            window=window,
+        )
