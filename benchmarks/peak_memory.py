@@ -1,7 +1,7 @@
-"""How much memory does a rank of bench-1b hold at its peak, beside its weights and its pool of KV, by format of the weights?
+"""How much memory does a rank of bench-1b hold at its peak, beside its weights and its pool of KV, by format?
 
-Each format is served once, on its own: `moewe serve` loads it, one prompt of 512 tokens and 32 requests together run, and
-then the largest resident set that each process ever had (the kernel's count) is compared with what it must hold.
+Each format is served once, on its own: `moewe serve` loads it, one prompt of 512 tokens and 32 requests together run,
+and then the largest resident set that each process ever had (the kernel's count) is compared with what it must hold.
 Wanted of a rank: at most 1.15 x (weights + KV pool) + 600 MB. Units: bytes; MB are millions.
 
     python benchmarks/peak_memory.py --variants bf16 int8 int4
@@ -102,8 +102,11 @@ def measure(path: Path, variant: str, threads: int) -> dict[str, Any]:
         server.close()
     weights, kv = held(metrics, "moewe_weight_bytes"), held(metrics, "moewe_kv_bytes")
     allowed = 1.15 * (weights + kv) + 600e6
-    print(f"{variant:>5}: rank {rank / 1e6:.0f} MB at its peak; weights {weights / 1e6:.0f} + KV {kv / 1e6:.0f}, so "
-          f"{allowed / 1e6:.0f} allowed: {rank / allowed:.2f}; server, engine and helpers {others / 1e6:.0f}", flush=True)  # fmt: skip
+    print(
+        f"{variant:>5}: rank {rank / 1e6:.0f} MB at its peak; weights {weights / 1e6:.0f} + KV {kv / 1e6:.0f}, so "
+        f"{allowed / 1e6:.0f} allowed: {rank / allowed:.2f}; server, engine and helpers {others / 1e6:.0f}",
+        flush=True,
+    )
     return {"rank_peak_bytes": rank, "weight_bytes": weights, "kv_bytes": kv, "allowed_bytes": round(allowed),
             "other_processes_peak_bytes": others}  # fmt: skip
 
