@@ -44,6 +44,7 @@ class Worker:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said,
             env=os.environ | environment, start_new_session=True,
+            cwd=tempfile.gettempdir(),  # not here: libraries take kernels.py for a package that they know
         )  # fmt: skip
 
     def ask(self, message: dict[str, Any], doing: str) -> dict[str, Any]:

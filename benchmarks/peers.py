@@ -87,7 +87,7 @@ class Side:
 
     def load(self, path: Path, weights: str, threads: int) -> dict[str, Any]:
         """Load the checkpoint; return the version of the runtime and how long that took."""
-        order = {"runtime": self.runtime, "path": str(path), "weights": weights, "threads": threads}
+        order = {"runtime": self.runtime, "path": str(path.resolve()), "weights": weights, "threads": threads}
         with self.worker.awake():
             answer = self.worker.ask(order, "loading")
             return {"version": answer["version"], "load_s": answer["seconds"]}
