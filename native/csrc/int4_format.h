@@ -137,7 +137,7 @@ struct Int4 {
     const f32x16 scales = f32x16::load(weights.scales + n * kColumns);
     unrolled<R>([&](auto i) MOEWE_INLINE { (sums[i] * scales).store(results + i * kColumns); });
   }
-  static constexpr int kAhead = 4096;  // bytes of codes
+  static constexpr int kAhead = 2048;  // bytes of codes
 
   // Column tiles as tiles of int8.
   static const int8_t* decode(const Weights& weights, int count) {

@@ -122,7 +122,7 @@ struct Int8 {
     unrolled<R>([&](auto i) MOEWE_INLINE { (sums[i] * scales).store(results + (r + i) * kColumns); });
     return r + R;
   }
-  static constexpr int kAhead = 4096;  // bytes of weights
+  static constexpr int kAhead = 2048;  // bytes of weights
 
 #if MOEWE_AMX
   // A row tile times a column tile, two tiles of K at a time, so that a pair is summed while the next is multiplied.
