@@ -76,6 +76,7 @@ MAY_IMPORT_TORCH = {
     "runtime/ranks/reports.py",
     "runtime/ranks/row_scan.py",
     "runtime/ranks/sampler.py",
+    "runtime/ranks/step_inputs.py",
 }
 MAX_LINES = 400
 

@@ -136,7 +136,7 @@ def test_tokens_behind_a_stop_string_are_not_told():
     engine.add(submit("a", [1], max_tokens=20, logprobs=0))
     request = engine.scheduler._requests["a"]
     logprobs = tuple(TokenLogprobs(sequence_id=0, token_ids=(i,), logprobs=(-1.0,), rank=1) for i in (5, 6, 7))
-    delta = engine._delta(SequenceUpdate(request, [5, 6, 7], logprobs))
+    (delta,) = engine._deltas([SequenceUpdate(request, [5, 6, 7], logprobs)])
     assert (delta.token_ids, delta.text, delta.finish_reason, delta.stop_reason) == ((5, 6), "x", "stop", "y")
     assert [entries[0].token_id for entries in delta.logprobs] == [5, 6]
     assert not engine.has_work
