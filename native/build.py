@@ -209,9 +209,10 @@ def _run_all(commands: Sequence[Sequence[str]], work: Path, deadline: float, rep
                 raise BuildError(f"{commands[0][0]} did not end within {COMPILE_SECONDS:.0f} s")
             time.sleep(_POLL_SECONDS)
     finally:
-        for process in running:  # the driver's children too: they share its session
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        for process in running:
+            if process.returncode is None:  # nobody has waited for it, so its number is still its own
+                os.killpg(process.pid, signal.SIGKILL)  # the driver's children too: they share its session
+                process.wait()
 
 
 def _failure(command: object, code: int, output: str, report: Path) -> BuildError:

@@ -123,6 +123,13 @@ def test_a_damaged_entry_is_built_again(sources: Path, damage: Callable[[Path], 
     assert is_complete(path.parent) and built() == (path, [])
 
 
+def test_two_that_fail_at_once_are_one_failure(tmp_path: Path) -> None:
+    """The second has been waited for when the first is told: it is not there to be killed any more."""
+    commands = [("sh", "-c", "exit 1")] * 2
+    with pytest.raises(BuildError, match="sh failed: exit code 1"):
+        module._run_all(commands, tmp_path, time.monotonic() + 60, tmp_path / "report.txt")
+
+
 def test_a_mistake_in_the_source_is_one_line_and_a_file(sources: Path) -> None:
     (sources / "a_wrong.cpp").write_text("int f() { return absent; }\n")
     with pytest.raises(
