@@ -18,7 +18,7 @@ from moewe.runtime.engine_main import run_engine
 from moewe.runtime.messages import KVAllocated, Loaded, ToEngine
 from moewe.runtime.plan import RankPlan, RankResult, StepHeader, pack
 from moewe.runtime.processes.channel import Channel
-from moewe.runtime.processes.child import enter_child, log_as
+from moewe.runtime.processes.child import enter_child, freeze_heap, log_as
 from moewe.runtime.processes.group import GroupParts
 from moewe.runtime.processes.launch import EngineStart, WorkerStart
 from moewe.runtime.prompts import model_tokenizer
@@ -115,7 +115,7 @@ def main() -> None:
     start = client.receive()
     assert isinstance(start, EngineStart)
     log_as("null engine")
-    code = run_engine(client, start, GroupParts(make_worker=NullWorker))
+    code = run_engine(client, start, GroupParts(make_worker=NullWorker), freeze_heap)
     sys.stderr.flush()
     os._exit(code)
 

@@ -116,7 +116,7 @@ def be_engine() -> None:
     """Be an engine process that keeps a record of itself."""
     from moewe.runtime import engine_main
     from moewe.runtime.messages import ToEngine
-    from moewe.runtime.processes.child import enter_child, log_as
+    from moewe.runtime.processes.child import enter_child, freeze_heap, log_as
     from moewe.runtime.processes.launch import EngineStart
 
     client: Any = enter_child(EngineStart | ToEngine)
@@ -124,7 +124,7 @@ def be_engine() -> None:
     log_as("engine")
     marks = Marks()
     mark_engine(marks)
-    code = engine_main.run_engine(client, start)
+    code = engine_main.run_engine(client, start, on_ready=freeze_heap)
     marks.write()
     sys.stderr.flush()
     os._exit(code)

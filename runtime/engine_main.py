@@ -11,6 +11,7 @@ import os
 import select
 import sys
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 from ..native.bandwidth import llc_bytes
@@ -37,7 +38,7 @@ from .messages import (
     refusal,
 )
 from .processes.channel import Channel, ChannelClosed
-from .processes.child import enter_child, log_as
+from .processes.child import enter_child, freeze_heap, log_as
 from .processes.group import Group, GroupParts
 from .processes.launch import EngineStart
 from .processes.workers import RankLost
@@ -66,12 +67,20 @@ class EngineLoop:
         client: commands come from here, everything that happens goes there.
         start: what to run.
         parts: what ranks are made of.
+        on_ready: called once, when it is.
     """
 
-    def __init__(self, client: Channel[ToEngine], start: EngineStart, parts: GroupParts) -> None:
+    def __init__(
+        self,
+        client: Channel[ToEngine],
+        start: EngineStart,
+        parts: GroupParts,
+        on_ready: Callable[[], None] | None = None,
+    ) -> None:
         self._client = client
         self._start = start
         self._parts = parts
+        self._on_ready = on_ready
         self._group: Group | None = None
         self._engine: Engine | None = None
         self._reporter: StatsReporter | None = None
@@ -89,6 +98,8 @@ class EngineLoop:
                 self._engine = self._make_engine(group, ready, tokenizer)
                 on_host = self._start.config.parallel.device == "cpu"
                 self._reporter.cache_resident |= on_host and sum(ready.weight_bytes) <= llc_bytes()
+                if self._on_ready is not None:
+                    self._on_ready()
                 self._report(self._engine)
                 self._client.send(ready)
                 self._serve(self._engine)
@@ -246,9 +257,14 @@ class EngineLoop:
         self._reporter.report(engine)
 
 
-def run_engine(client: Channel[ToEngine], start: EngineStart, parts: GroupParts | None = None) -> int:
+def run_engine(
+    client: Channel[ToEngine],
+    start: EngineStart,
+    parts: GroupParts | None = None,
+    on_ready: Callable[[], None] | None = None,
+) -> int:
     """Live as an engine; see `EngineLoop.run`."""
-    return EngineLoop(client, start, parts or real_parts()).run()
+    return EngineLoop(client, start, parts or real_parts(), on_ready).run()
 
 
 def real_parts() -> GroupParts:
@@ -262,7 +278,7 @@ def main() -> None:
     start = client.receive()
     assert isinstance(start, EngineStart)
     log_as(f"{start.label}engine")
-    code = run_engine(client, start)  # type: ignore[arg-type]
+    code = run_engine(client, start, on_ready=freeze_heap)  # type: ignore[arg-type]
     sys.stderr.flush()
     os._exit(code)  # threads of ranks that were cut off could block an orderly exit
 

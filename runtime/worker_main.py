@@ -33,7 +33,7 @@ from .messages import (
 )
 from .plan import RankPlan, RankResult, StepHeader
 from .processes.channel import Channel, ChannelClosed
-from .processes.child import enter_child, log_as
+from .processes.child import enter_child, freeze_heap, log_as
 from .processes.heap import give_back_free_memory
 from .processes.launch import WorkerStart, board_path, exchange_path, store_path
 
@@ -91,6 +91,7 @@ def run_rank(
     progress: RankProgress,
     make_worker: WorkerFactory,
     hub: ThreadHub | None = None,
+    on_ready: Callable[[], None] | None = None,
 ) -> bool:
     """Live as rank `start.rank` until `StopWorker`, the end of the channel, or an error, which is reported.
 
@@ -107,7 +108,7 @@ def run_rank(
         worker = make_worker(start, progress, _reporter(channel, rank, progress), hub)
         channel.send(worker.load())
         user_errors = ()
-        stopped = _serve(channel, worker, rank, progress)
+        stopped = _serve(channel, worker, rank, progress, on_ready)
     except ChannelClosed:
         log.info("rank %d was cut off", rank)
     except Exception as error:
@@ -118,7 +119,13 @@ def run_rank(
     return stopped
 
 
-def _serve(channel: Channel[ToWorker], worker: RankWorker, rank: int, progress: RankProgress) -> bool:
+def _serve(
+    channel: Channel[ToWorker],
+    worker: RankWorker,
+    rank: int,
+    progress: RankProgress,
+    on_ready: Callable[[], None] | None,
+) -> bool:
     idle = 0
     following: ToWorker | None = None
     while True:
@@ -142,6 +149,8 @@ def _serve(channel: Channel[ToWorker], worker: RankWorker, rank: int, progress: 
                 _send_alive(channel, StepDone(rank=rank, result=result), progress)
             case AllocateKV(num_blocks=num_blocks):
                 allocated = worker.allocate(num_blocks)
+                if on_ready is not None:
+                    on_ready()
                 progress.enter(STATE_IDLE, -1)
                 _send_alive(channel, allocated, progress)
             case StopWorker():
@@ -280,7 +289,7 @@ def main() -> None:
     assert isinstance(start, WorkerStart)
     log_as(start.label)
     progress = ProgressBoard(start.num_ranks, board_path(Path(start.run_directory))).rank(start.rank)
-    fine = run_rank(channel, start, progress, build_worker)  # type: ignore[arg-type]
+    fine = run_rank(channel, start, progress, build_worker, on_ready=freeze_heap)  # type: ignore[arg-type]
     sys.stderr.flush()
     os._exit(0 if fine else 1)  # collectives of a broken group could block an orderly exit
 

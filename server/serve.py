@@ -22,6 +22,7 @@ from ..runtime.generation_defaults import generation_defaults
 from ..runtime.kernels import prepare_kernels
 from ..runtime.messages import Failed
 from ..runtime.metrics.export import Metrics
+from ..runtime.processes.child import freeze_heap
 from ..runtime.prompts import model_template, model_tokenizer, with_ends
 from ..runtime.replicas import ReplicaSet
 from ..runtime.resolve import Resolved, resolve
@@ -177,6 +178,7 @@ class Server:
 
     # --- what happens ------------------------------------------------------------------------------------------------
     def _on_ready(self, replicas: ReplicaSet) -> None:
+        freeze_heap()
         self.state.begin(replicas.ready)
         self._words.put_nowait("ready")
 
