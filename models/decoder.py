@@ -122,7 +122,7 @@ class Decoder:
         self._attention_bytes = sum(map(_attention_bytes, weights.layers))
         self._dense_bytes = sum(map(_dense_bytes, weights.layers))
         self._dense_bytes += num_bytes(weights.final_norm, weights.final_norm_bias)
-        self._logits_room = torch.empty(0, 0)
+        self._logits_room = self._logits_place = torch.empty(0, 0)
         self._head_bytes = num_bytes(weights.head, weights.head_bias)
 
     @property
@@ -218,7 +218,9 @@ class Decoder:
             return self.logits(hidden)
         if len(self._logits_room) < len(hidden):
             self._logits_room = torch.empty(len(hidden), head.shape[0])
-        return self.logits(hidden, self._logits_room[: len(hidden)])
+        if len(self._logits_place) != len(hidden):
+            self._logits_place = self._logits_room[: len(hidden)]
+        return self.logits(hidden, self._logits_place)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits of `hidden` [S, D]: [S, V] f32, in `out` where it is given and a kernel computes them."""

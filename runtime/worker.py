@@ -47,7 +47,7 @@ from .ranks.finish import Committed
 from .ranks.logit_edits import LogitEdits, edited
 from .ranks.memory import blocks_that_fit, read_bandwidth
 from .ranks.reports import chosen_logprobs, prompt_logprobs
-from .ranks.row_scan import best_and_finite, finite_rows
+from .ranks.row_scan import RowScanner
 from .ranks.sampler import sample
 from .ranks.step_inputs import InputBuilder
 
@@ -113,6 +113,7 @@ class Worker:
         self._decoder: Decoder | None = None
         self._storage: KVStorage | None = None
         self._batch: WorkerBatch | None = None
+        self._scan_logits, self._scan_hidden = RowScanner(), RowScanner()
         self._counters_sent = 0.0
         self._counters_due = False
         self._next_step = WARM_UP_STEPS[0]
@@ -230,19 +231,18 @@ class Worker:
             self.observer(forward, hidden, self.batch.sequence_ids[rows.row_slots])
         sampled = hidden if inputs.samples_all else hidden[forward.sample_rows]
         logits = self.decoder.step_logits(sampled)
-        best, finite = best_and_finite(logits)
+        chosen, finite = self._scan_logits(logits)
         healthy = self._judge(rows, hidden, finite)
-        tokens = best
         logprobs: tuple[TokenLogprobs, ...] = ()
         on_prompts: tuple[PromptLogprobs, ...] = ()
         if not inputs.takes_best or plan.masks:
-            scores = self._scores(plan, rows, logits)
+            scores, best = self._scores(plan, rows, logits), torch.from_numpy(chosen).to(self.device)
             tokens = sample(scores, self._inputs.settings(rows), best if scores is logits else None)
-        chosen = tokens.cpu().numpy()
+            chosen = tokens.cpu().numpy()
         if rows.segments:
             on_prompts = prompt_logprobs(self.batch, rows, hidden, self.decoder.logits, healthy)
         if not inputs.takes_best:
-            logprobs = chosen_logprobs(self.batch, rows, logits, tokens, healthy)
+            logprobs = chosen_logprobs(self.batch, rows, logits, torch.from_numpy(chosen).to(self.device), healthy)
         all_well = bool(healthy.all())
         kept = self.batch.commit(rows, chosen, None if all_well else healthy)
         outcome = self._outcome(rows, chosen, kept, None if all_well else healthy)
@@ -277,10 +277,10 @@ class Worker:
             raise RuntimeError(f"step {header.step} came to rank {self.rank}, but step {self._next_step} is next")
         self._next_step = header.step + 1
 
-    def _judge(self, rows: StepRows, hidden: torch.Tensor, finite: torch.Tensor) -> np.ndarray:
-        """Return which slots saw only finite numbers, [S] bool; `finite` [K] tells it of logits."""
+    def _judge(self, rows: StepRows, hidden: torch.Tensor, well: np.ndarray) -> np.ndarray:
+        """Return which slots saw only finite numbers, [S] bool; `well` [K] tells it of logits."""
         healthy = np.ones(self.batch.num_slots, np.bool_)
-        well_inside, well = finite_rows(hidden).cpu().numpy(), finite.cpu().numpy()
+        _, well_inside = self._scan_hidden(hidden)
         if not (well.all() and well_inside.all()):
             healthy[rows.row_slots[~well_inside]] = False
             healthy[rows.sample_slots[~well]] = False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import torch
 
 from ...native.library import load
@@ -36,16 +37,6 @@ def best_tokens(logits: torch.Tensor) -> torch.Tensor:
     return best
 
 
-def best_and_finite(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both `best_tokens` and `finite_rows` of [N, V] in one look at it. V > 0."""
-    if not _is_native(logits):
-        return logits.argmax(-1), torch.isfinite(logits).all(-1)
-    best = torch.empty(logits.shape[0], dtype=torch.int64)
-    finite = torch.empty(logits.shape[0], dtype=torch.bool)
-    _scan(logits, best=best, finite=finite)
-    return best, finite
-
-
 def finite_rows(values: torch.Tensor) -> torch.Tensor:
     """Return which rows of [N, V] hold only finite numbers, [N] bool."""
     if not _is_native(values):
@@ -72,3 +63,25 @@ def _scan(values: torch.Tensor, *, best: torch.Tensor | None = None, finite: tor
         is_bf16=values.dtype == torch.bfloat16,
     )
     library.moewe_scan_rows(ctypes.byref(args))
+
+
+class RowScanner:
+    """Both answers in one look, step after step: they stand in arrays that the next call writes again."""
+
+    def __init__(self) -> None:
+        self._best, self._finite = np.empty(0, np.int64), np.empty(0, np.bool_)
+        self._args = _ScanArgs()
+
+    def __call__(self, values: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Return `best_tokens` [N] i64 and `finite_rows` [N] bool of `values` [N, V], V > 0."""
+        if not _is_native(values):
+            return values.argmax(-1).cpu().numpy(), torch.isfinite(values).all(-1).cpu().numpy()
+        args, (num, width) = self._args, values.shape
+        if num != len(self._best):
+            self._best, self._finite = np.empty(num, np.int64), np.empty(num, np.bool_)
+            args.rows, args.best, args.finite = num, self._best.ctypes.data, self._finite.ctypes.data
+        args.values, args.width, args.is_bf16 = values.data_ptr(), width, values.dtype == torch.bfloat16
+        library = load()
+        assert library is not None
+        library.moewe_scan_rows(ctypes.byref(args))
+        return self._best, self._finite

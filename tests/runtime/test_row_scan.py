@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moewe.runtime.ranks import row_scan
-from moewe.runtime.ranks.row_scan import best_and_finite, best_tokens, finite_rows
+from moewe.runtime.ranks.row_scan import RowScanner, best_tokens, finite_rows
 
 INF, NAN = float("inf"), float("nan")
 PATHS = ["native", "torch"]
@@ -59,8 +59,11 @@ def test_native_equals_torch(rows: int, width: int, seed: int, dtype: torch.dtyp
 
 
 def test_both_at_once_are_what_each_is(path: str) -> None:
-    logits = torch.randn(5, 100)
-    logits[1, 7], logits[3, 99] = NAN, INF
-    best, finite = best_and_finite(logits)
-    assert finite.tolist() == finite_rows(logits).tolist() == [True, False, True, False, True]
-    assert best[finite].tolist() == best_tokens(logits)[finite].tolist()
+    scan = RowScanner()
+    for rows in (5, 5, 7):  # the same arrays again, then larger ones
+        logits = torch.randn(rows, 100)
+        logits[1, 7], logits[3, 99] = NAN, INF
+        best, finite = scan(logits)
+        assert finite.tolist() == finite_rows(logits).tolist() == [row not in (1, 3) for row in range(rows)]
+        assert best[finite].tolist() == best_tokens(logits).numpy()[finite].tolist()
+    assert scan(torch.zeros(0, 100))[0].shape == (0,)
