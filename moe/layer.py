@@ -20,7 +20,7 @@ from ..telemetry import RankCounters, RankProgress
 from .experts import gated_ffn, grouped_ffn
 from .gated import SILU, Activation, ExpertWeights, GatedFFN
 from .native_experts import ExpertFfnArgs, ffn_args, native_ffn, native_ffn_combine
-from .native_route import NativeRouter, RouteArgs, can_route
+from .native_route import NativeRouter, RouteArgs
 from .routing import RoutingConfig, route
 from .wide_ep import Dispatched, Exchange, ExpertPlacement, assign_replicas, replica_table
 
@@ -143,7 +143,7 @@ class MoELayer:
         self._all_owned = bool((replica_table(placement, moe_layer, rank)[:-1] >= 0).all())
         self._is_alone = exchange.name == "local" and self._all_owned and not switches.weigh_input
         self._router_native: NativeRouter | None = None
-        if isinstance(weights.experts.w13, PackedTensor) and can_route(routing):
+        if isinstance(weights.experts.w13, PackedTensor):
             self._router = None  # the native router has its own form of it
             self._router_native = NativeRouter(
                 routing,

@@ -14,7 +14,7 @@ import torch
 from ..native.library import function
 from .routing import RoutingConfig
 
-_SCORINGS = {"softmax": 0, "sigmoid": 1}
+_SCORINGS = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
 _GROUP_SCORES = {"top2": 0, "max": 1}
 _BLOCK = 16  # experts that stand beside each other in the packed router
 
@@ -29,7 +29,7 @@ class RouteArgs(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in ("top_k", "scoring", "renormalize", "num_groups", "top_groups", "group_score")
         ),
-        *((name, ctypes.c_float) for name in ("min_weight_sum", "scaling_factor")),
+        *((name, ctypes.c_float) for name in ("min_weight_sum", "scaling_factor", "jitter")),
         *(
             (name, ctypes.c_void_p)
             for name in (
@@ -62,20 +62,15 @@ class Routed:
     tokens_per_slot: torch.Tensor
 
 
-def can_route(config: RoutingConfig) -> bool:
-    """Tell whether the native router knows this way of scoring."""
-    return config.scoring in _SCORINGS
-
-
 class NativeRouter:
     """The router of one layer, packed.
 
     Args:
-        config: of the routing; `can_route` says which.
+        config: of the routing.
         router: [E, D], any float dtype; computed in fp32.
         num_slots: S.
         bias: [E], part of the logits.
-        selection_bias: [E], chooses, never weighs.
+        selection_bias: [E], chooses, never weighs; `sparsemixer` knows none.
         slot_of: [E] i32, which slot stands for an expert, -1 for none; None: expert e stands in slot e.
     """
 
@@ -89,7 +84,7 @@ class NativeRouter:
         selection_bias: torch.Tensor | None = None,
         slot_of: torch.Tensor | None = None,
     ) -> None:
-        assert can_route(config)
+        assert selection_bias is None or config.scoring != "sparsemixer", "sparsemixer knows no selection bias"
         self._call = function("moewe_route", RouteArgs)
         self.packed = pack_router(router)
         # What the pointers point to must live as long as they do.
@@ -113,6 +108,7 @@ class NativeRouter:
             group_score=_GROUP_SCORES[config.group_score],
             min_weight_sum=config.min_weight_sum,
             scaling_factor=config.scaling_factor,
+            jitter=config.jitter,
         )
 
     def __call__(self, x: torch.Tensor) -> Routed:

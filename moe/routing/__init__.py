@@ -1,5 +1,5 @@
 """From router logits to experts and weights; knows nothing of ranks (level 2)."""
 
-from .router import Routing, RoutingConfig, route
+from .router import SCORINGS, Routing, RoutingConfig, route
 
-__all__ = ["Routing", "RoutingConfig", "route"]
+__all__ = ["SCORINGS", "Routing", "RoutingConfig", "route"]

@@ -81,13 +81,24 @@ void scores_of(const Route& a, const float* logits, float* scores) {
   for (int64_t e = 0; e < padded; e += 16) (f32x16::load(scores + e) / share).store(scores + e);
 }
 
+// Sparsemixer's weight of `chosen`: its share among the experts that are not taken yet and close enough to it.
+float share_of_close(const Route& a, const float* logits, const char* taken, int64_t chosen) {
+  const float best = logits[chosen];
+  float total = 0.0f;
+  for (int64_t e = 0; e < a.experts; ++e) {
+    const bool far = (best - logits[e]) / std::max(std::fabs(logits[e]), best) > 2.0f * a.jitter;
+    if (!taken[e] && !far) total += std::exp(logits[e] - best);
+  }
+  return 1.0f / total;
+}
+
 void choose(const Route& a, int64_t token) {
   const int64_t padded = (a.experts + 15) / 16 * 16;
   static thread_local std::vector<float> scores, biased;
   static thread_local std::vector<char> taken;
   scores.resize(padded), biased.resize(padded), taken.assign(padded, 0);
   const float* logits = a.logits + token * padded;
-  scores_of(a, logits, scores.data());
+  if (a.scoring != kSparsemixer) scores_of(a, logits, scores.data());
   // Without a bias the logits choose: the order is that of the scores, but survives where scores round to equal.
   const float* choice = logits;
   if (a.selection_bias) {
@@ -100,9 +111,9 @@ void choose(const Route& a, int64_t token) {
   float total = 0.0f;
   for (int32_t k = 0; k < a.top_k; ++k) {
     const int64_t best = best_of(choice, taken.data(), a.experts);
-    taken[best] = 1;
     ids[k] = static_cast<int32_t>(best);
-    weights[k] = scores[best];
+    weights[k] = a.scoring == kSparsemixer ? share_of_close(a, logits, taken.data(), best) : scores[best];
+    taken[best] = 1;
     total += weights[k];
     a.slot_ids[token * a.top_k + k] = a.slot_of ? a.slot_of[best] : static_cast<int32_t>(best);
   }

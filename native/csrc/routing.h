@@ -11,7 +11,7 @@
 
 namespace moewe {
 
-enum Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
+enum Scoring : int32_t { kSoftmax = 0, kSigmoid = 1, kSparsemixer = 2 };
 enum GroupScore : int32_t { kBestTwo = 0, kBest = 1 };
 
 struct Route {
@@ -23,6 +23,7 @@ struct Route {
   int64_t tokens, width, experts, slots;
   int32_t top_k, scoring, renormalize, num_groups, top_groups, group_score;
   float min_weight_sum, scaling_factor;
+  float jitter;              // of kSparsemixer
   float* logits;             // scratch [T, ceil(E / 16) * 16]
   int32_t* expert_ids;       // [T, K] logical, best first
   float* weights;            // [T, K]

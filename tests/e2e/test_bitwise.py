@@ -28,17 +28,12 @@ pytestmark = needs_native
 # dense weights; norms behind the blocks.
 FAMILIES = ["T-QW3", "T-GLM-demo", "T-OLM"]
 SLOW_FAMILIES = ["T-GOS", "T-MIX", "T-QW2", "T-GRA", "T-FLX", "T-LL4", "T-ERN", "T-MM2", "T-PHI"]
-KNOWN = "a request's logits differ in company when T-PHI keeps KV in int8; the cause is not found yet"
 CASES = [
     *((name, "auto") for name in FAMILIES),
     ("T-GOS", "fp8"),
     *(pytest.param(name, "auto", marks=pytest.mark.slow) for name in SLOW_FAMILIES),
     *(
-        pytest.param(
-            name,
-            kv_cache_dtype,
-            marks=[pytest.mark.slow, pytest.mark.xfail((name, kv_cache_dtype) == ("T-PHI", "int8"), reason=KNOWN)],
-        )
+        pytest.param(name, kv_cache_dtype, marks=pytest.mark.slow)
         for name, kv_cache_dtype in zip([*FAMILIES, *SLOW_FAMILIES], ["fp8", "int8"] * 6)
     ),
 ]

@@ -99,9 +99,16 @@ class ServerProcess:
         """Return the metrics, summed over all labels but `reason`, which stands after the name: `name|reason`."""
         return sums(self.get("/metrics").text, "reason")
 
-    def wait_idle(self, within: float) -> None:
-        """Wait until nothing runs, waits or holds a block."""
+    def wait_idle(self, within: float, *, aborts: float = 0) -> None:
+        """Wait until nothing runs, waits or holds a block.
+
+        The gauges are what an engine said last, up to a second ago; where streams are cut right after they began, say
+        how many `aborts` the counter has to show in the end, or what was idle before them is taken for the end.
+        """
         deadline = time.monotonic() + within
+        while (seen := self.counters()["moewe_requests_finished_total|abort"]) < aborts:
+            assert time.monotonic() < deadline, (seen, aborts)
+            time.sleep(0.05)
         names = ("moewe_requests_running", "moewe_requests_waiting", "moewe_kv_blocks_used")
         while any(values := [self.counters()[name] for name in names]):
             assert time.monotonic() < deadline, values
