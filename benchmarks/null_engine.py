@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ class NullWorker:
         self._request_of = np.zeros(config.schedule.max_num_seqs, np.int64)
         return KVAllocated(rank=self._start.rank, memory_bandwidth=1e9)
 
-    def run(self, header: StepHeader, plan: RankPlan) -> RankResult:
+    def run(self, header: StepHeader, plan: RankPlan, before_layers: Callable[[], None] | None = None) -> RankResult:
         """Say the next word of every sequence once the step has lasted as long as it must."""
         self._progress.tick()
         for admission in plan.admitted:
@@ -89,6 +90,8 @@ class NullWorker:
         rows = self._batch.rows(plan.chunks, plan.held)
         places = rows.positions[rows.sample_rows] + 1
         tokens = self._words[places % len(self._words)]
+        if before_layers is not None:
+            before_layers()
         flags = self._batch.commit(rows, tokens).flags
         if self._step_s:
             time.sleep(max(0.0, self._due - time.monotonic()))

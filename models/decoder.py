@@ -7,6 +7,7 @@ Shapes: T rows of this rank, S rows that sample, D width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -130,8 +131,15 @@ class Decoder:
         """Of the model."""
         return self._config
 
-    def forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, storage: KVStorage, before_layers: Callable[[], None] | None = None
+    ) -> torch.Tensor:
         """Run the rows of this rank through all layers, writing their K and V.
+
+        Args:
+            batch: the rows.
+            storage: of this rank's KV.
+            before_layers: called once, when all that layers need is there.
 
         Returns:
             [T, D] hidden states after the final norm.
@@ -142,6 +150,8 @@ class Decoder:
             x = x * config.embedding_multiplier
         positions = self._positions(batch) if x.shape[0] else None
         native = self._native_layers(storage)
+        if before_layers is not None:
+            before_layers()
         if native is None:
             x = self._final_norm(self._by_parts(x, positions, batch, storage))
         elif native.whole:

@@ -208,8 +208,13 @@ class Worker:
         )
 
     @torch.inference_mode()
-    def run(self, header: StepHeader, plan: RankPlan) -> RankResult:
+    def run(self, header: StepHeader, plan: RankPlan, before_layers: Callable[[], None] | None = None) -> RankResult:
         """Run one step. A collective: every rank calls it for every step, with or without rows of its own.
+
+        Args:
+            header: of the step.
+            plan: of this rank.
+            before_layers: called once, when everything is ready for the layers.
 
         Raises:
             RuntimeError: the engine and this rank disagree about what the step is.
@@ -226,7 +231,7 @@ class Worker:
         self.counters.begin_step(header.kind, rows.num_rows)
         inputs = self._inputs.of(rows)
         forward = inputs.forward
-        hidden = self.decoder.forward(forward, self.storage)
+        hidden = self.decoder.forward(forward, self.storage, before_layers)
         if self.observer is not None:
             self.observer(forward, hidden, self.batch.sequence_ids[rows.row_slots])
         sampled = hidden if inputs.samples_all else hidden[forward.sample_rows]

@@ -66,8 +66,8 @@ class RankWorker(Protocol):
         """Hold KV, run a warm-up step and measure the memory, with all ranks of the group."""
         ...
 
-    def run(self, header: StepHeader, plan: RankPlan) -> RankResult:
-        """Run one step, with all ranks of the group."""
+    def run(self, header: StepHeader, plan: RankPlan, before_layers: Callable[[], None] | None = None) -> RankResult:
+        """Run one step, with all ranks of the group; call `before_layers` when all is ready for the layers."""
         ...
 
     def late_counters(self) -> bytes:
@@ -92,8 +92,19 @@ def run_rank(
     make_worker: WorkerFactory,
     hub: ThreadHub | None = None,
     on_ready: Callable[[], None] | None = None,
+    *,
+    in_engine: bool = False,
 ) -> bool:
     """Live as rank `start.rank` until `StopWorker`, the end of the channel, or an error, which is reported.
+
+    Args:
+        channel: to the engine.
+        start: what to be.
+        progress: of this rank.
+        make_worker: makes what runs the steps.
+        hub: joins ranks that are threads.
+        on_ready: called when KV is there and measured.
+        in_engine: this is a thread of the engine's process, so that both want one interpreter.
 
     Returns:
         True after `StopWorker`, False when it ended otherwise.
@@ -108,7 +119,11 @@ def run_rank(
         worker = make_worker(start, progress, _reporter(channel, rank, progress), hub)
         channel.send(worker.load())
         user_errors = ()
-        stopped = _serve(channel, worker, rank, progress, on_ready)
+        results = _Results(channel, progress, wait=in_engine)
+        try:
+            stopped = _serve(channel, worker, rank, progress, results, on_ready)
+        finally:
+            results.release()
     except ChannelClosed:
         log.info("rank %d was cut off", rank)
     except Exception as error:
@@ -124,6 +139,7 @@ def _serve(
     worker: RankWorker,
     rank: int,
     progress: RankProgress,
+    results: _Results,
     on_ready: Callable[[], None] | None,
 ) -> bool:
     idle = 0
@@ -141,12 +157,11 @@ def _serve(
                     _send_alive(channel, RankCounted(rank=rank, counters=counters), progress)
             case RunStep(header=header, plan=plan):
                 progress.enter(STATE_BUSY, header.step)
-                result = worker.run(header, plan)
+                result = worker.run(header, plan, results.release)
+                results.release()
                 progress.enter(STATE_IDLE, header.step)
-                # The next plan is taken before the engine wakes: where this is a thread of it, both want the
-                # interpreter then, and the next step would wait for what the engine has to do with this one.
                 following = channel.receive(0.0)
-                _send_alive(channel, StepDone(rank=rank, result=result), progress)
+                results.add(StepDone(rank=rank, result=result), goes_on=isinstance(following, RunStep))
             case AllocateKV(num_blocks=num_blocks):
                 allocated = worker.allocate(num_blocks)
                 if on_ready is not None:
@@ -155,6 +170,37 @@ def _serve(
                 _send_alive(channel, allocated, progress)
             case StopWorker():
                 return True
+
+
+class _Results:
+    """Results on their way to the engine.
+
+    Where a rank is a thread of its engine, both want the interpreter when a step has ended: the rank to prepare the
+    next one, whose plan is there already, and the engine to book this one. The rank goes first: a result waits until
+    the next step has all that it needs and native code, which needs no interpreter, is about to run.
+
+    Args:
+        channel: to the engine.
+        progress: shows signs of life while the engine does not read.
+        wait: results wait; else each goes at once.
+    """
+
+    def __init__(self, channel: Channel[ToWorker], progress: RankProgress, *, wait: bool) -> None:
+        self._channel, self._progress, self._wait = channel, progress, wait
+        self._held: StepDone | None = None
+
+    def add(self, result: StepDone, *, goes_on: bool) -> None:
+        """Take the result of a step; `goes_on` when another step follows at once."""
+        assert self._held is None, "released before each step"
+        self._held = result
+        if not (self._wait and goes_on):
+            self.release()
+
+    def release(self) -> None:
+        """Send what waits."""
+        if self._held is not None:
+            result, self._held = self._held, None
+            _send_alive(self._channel, result, self._progress)
 
 
 def _send_alive(channel: Channel[ToWorker], message: Message, progress: RankProgress) -> None:

@@ -88,6 +88,8 @@ void moewe_pack(const moewe::Pack* args) {
   moewe::on_team([args](moewe::Team& team) { moewe::pack(team, *args); });
 }
 void moewe_gather_rows(const moewe::GatherRows* args) {
-  moewe::on_team([args](moewe::Team& team) { moewe::gather_rows(team, *args); });
+  // A row lies in every tile of its band: a line of cache for each pair of inputs.
+  const int64_t bytes = args->num_ids * args->num_columns * 32;
+  moewe::on_team_for(bytes, [args](moewe::Team& team) { moewe::gather_rows(team, *args); });
 }
 }

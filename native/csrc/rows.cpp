@@ -54,5 +54,6 @@ void scan_rows(Team& team, const ScanRows& a) {
 }  // namespace moewe
 
 extern "C" void moewe_scan_rows(const moewe::ScanRows* args) {
-  moewe::on_team([&](moewe::Team& team) { moewe::scan_rows(team, *args); });
+  const int64_t bytes = args->rows * args->width * (args->is_bf16 ? 2 : 4);
+  moewe::on_team_for(bytes, [&](moewe::Team& team) { moewe::scan_rows(team, *args); });
 }

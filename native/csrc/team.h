@@ -46,10 +46,22 @@ using Body = void (*)(Team& team, void* context);
 // Run body(team, context) on every member of the calling thread's team and return when all are done.
 void run_on_team(Body body, void* context);
 
+// Run body(team, context) on the calling thread, as a team of one.
+void run_alone(Body body, void* context);
+
 // The same for anything that can be called with a Team&.
 template <class F>
 void on_team(F&& f) {
   run_on_team([](Team& team, void* context) { (*static_cast<F*>(context))(team); }, &f);
+}
+
+// For work that reads `bytes`: alone where that is over before another thread would have woken.
+template <class F>
+void on_team_for(int64_t bytes, F&& f) {
+  constexpr int64_t kWorthIt = 256 << 10;
+  const Body body = [](Team& team, void* context) { (*static_cast<F*>(context))(team); };
+  if (bytes < kWorthIt) run_alone(body, &f);
+  else run_on_team(body, &f);
 }
 
 }  // namespace moewe

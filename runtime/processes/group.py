@@ -102,7 +102,7 @@ class Group:
         progress, make_worker = board.rank(start.rank), self._parts.make_worker
         return spawn_thread(
             f"moewe-{start.label}",
-            lambda channel: run_rank(channel, start, progress, make_worker, hub),
+            lambda channel: run_rank(channel, start, progress, make_worker, hub, in_engine=True),
             FromWorker,
             ToWorker,
         )
