@@ -1,9 +1,9 @@
 """How fast does the engine decode and prefill bench-1b on this CPU, by format of the weights and by topology?
 
 All variants are loaded at once and measured in turns, so that the machine's moods fall on all alike; ratios are to the
-first. pp512: one prompt of 512 tokens. dN: decode of N requests together, 128-token prompts, 64 tokens each; rate =
-N * (new tokens - 1) / (time for all new tokens - time for the first one). Checked once before anything is timed: a
-request decoded alone and in a batch of 16 gives the same tokens.
+first. pp512: one prompt of 512 tokens; 2pp512: two such prompts together. dN: decode of N requests together, 128-token
+prompts, 64 tokens each; rate = N * (new tokens - 1) / (time for all new tokens - time for the first one). Checked once
+before anything is timed: a request decoded alone and in a batch of 16 gives the same tokens.
 
     python benchmarks/engine.py --variants bf16 int8 int4 EP2DP1/bf16 --repeats 3
 """
@@ -53,9 +53,9 @@ def decode_rate(generate: Generate, number: int) -> float:
     return number * (NEW_TOKENS - 1) / (seconds(generate, batch, NEW_TOKENS) - first)
 
 
-def prefill_rate(generate: Generate) -> float:
-    """Return tokens per second of one prompt."""
-    return PREFILL_TOKENS / seconds(generate, prompts(1, PREFILL_TOKENS), 1)
+def prefill_rate(generate: Generate, number: int) -> float:
+    """Return tokens per second of `number` prompts that come together."""
+    return number * PREFILL_TOKENS / seconds(generate, prompts(number, PREFILL_TOKENS), 1)
 
 
 def main() -> None:
@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=cache, help="where bench-1b is or will be made (2.7 GB)")
     parser.add_argument("--variants", nargs="+", default=["bf16", "int8", "int4"])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 32])
+    parser.add_argument("--prompts", type=int, nargs="+", default=[1, 2], help="prompts that come together")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -74,8 +75,10 @@ def main() -> None:
         check(variant, generate)
     rates: dict[str, dict[str, list[float]]] = {}
     for _ in range(args.repeats):
-        for variant, (generate, _) in engines.items():
-            rates.setdefault("pp512", {}).setdefault(variant, []).append(prefill_rate(generate))
+        for number in args.prompts:
+            name = f"pp{PREFILL_TOKENS}" if number == 1 else f"{number}pp{PREFILL_TOKENS}"
+            for variant, (generate, _) in engines.items():
+                rates.setdefault(name, {}).setdefault(variant, []).append(prefill_rate(generate, number))
         for number in args.requests:
             for variant, (generate, _) in engines.items():
                 rates.setdefault(f"d{number}", {}).setdefault(variant, []).append(decode_rate(generate, number))

@@ -1,0 +1,168 @@
+"""How soon is a bad or explosive grammar refused, and what do others feel of it? The demo, with streams that go on.
+
+Not a test (tests/e2e/test_structured.py says that they are refused). `--streams` clients stream while one client sends
+hostile requests one after another; before that the same streams run alone for as long. Each answer must be a 400, and
+each stream must go on. Units: milliseconds.
+
+    python benchmarks/grammar_refusals.py --rounds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import records
+
+NAME = "gull"
+WANTED_MS = 1000.0
+# The intersection of so many automata explodes.
+_EXPLOSIVE = {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}c"} for i in range(3, 20)]}
+HOSTILE: dict[str, dict[str, Any]] = {
+    "schema that explodes": {"guided_json": _EXPLOSIVE},
+    "schema of 40,000 values": {"guided_json": {"enum": [f"v{i}" for i in range(40_000)]}},
+    "schema that is only itself": {"guided_json": {"$ref": "#"}},
+    "schema of no type": {"guided_json": {"type": "strng"}},
+    "regex that explodes": {"guided_regex": "(((((a{0,10}){0,10}){0,10}){0,10}){0,10}){0,10}"},
+    "regex that does not parse": {"guided_regex": "foo**"},
+    "grammar that does not parse": {"guided_grammar": "nonsense"},
+}
+
+
+class Server:
+    """`moewe serve demo` on a free port."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.port = int(listener.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [
+            sys.executable,
+            "-m",
+            "moewe",
+            "serve",
+            "demo",
+            "--served-model-name",
+            NAME,
+            "--log-level",
+            "warning",
+        ]
+        self._process = subprocess.Popen([*command, "--port", str(self.port)], stdout=subprocess.DEVNULL)
+        while not self._is_ready():
+            if self._process.poll() is not None:
+                raise SystemExit("the server ended")
+            time.sleep(0.2)
+
+    def _is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/ready").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def close(self) -> None:
+        """End it."""
+        self._process.terminate()
+        self._process.wait()
+
+
+class Streams:
+    """`number` streams that are asked again when they end, until `stop`; keeps the times between tokens."""
+
+    def __init__(self, url: str, number: int) -> None:
+        self.gaps_ms: list[float] = []
+        self._url, self._stopping = url, threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(seed,)) for seed in range(number)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, seed: int) -> None:
+        body = {
+            "model": NAME,
+            "prompt": "The gull",
+            "max_tokens": 200,
+            "seed": seed,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        with httpx.Client(timeout=60) as client:
+            while not self._stopping.is_set():
+                with client.stream("POST", f"{self._url}/v1/completions", json=body) as answer:
+                    last = None
+                    for line in answer.iter_lines():
+                        if not line.startswith("data: {"):
+                            continue
+                        now = time.perf_counter()
+                        if last is not None:
+                            self.gaps_ms.append((now - last) * 1e3)
+                        last = now
+                        if self._stopping.is_set():
+                            break
+
+    def stop(self) -> dict[str, float]:
+        """End them; return what was between tokens."""
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+        if not self.gaps_ms:
+            raise SystemExit("no stream was served")
+        gaps = sorted(self.gaps_ms)
+        return {"p50_ms": statistics.median(gaps), "p99_ms": gaps[int(len(gaps) * 0.99)], "max_ms": gaps[-1]}
+
+
+def refusals(url: str, rounds: int) -> dict[str, list[float]]:
+    """Send every hostile request `rounds` times; return milliseconds to each answer."""
+    found: dict[str, list[float]] = {name: [] for name in HOSTILE}
+    with httpx.Client(timeout=60) as client:
+        for _ in range(rounds):
+            for name, fields in HOSTILE.items():
+                body = json.dumps({"model": NAME, "prompt": "x", "max_tokens": 5, **fields})
+                start = time.perf_counter()
+                answer = client.post(f"{url}/v1/completions", content=body)
+                found[name].append((time.perf_counter() - start) * 1e3)
+                if answer.status_code != 400:
+                    raise SystemExit(f"{name}: {answer.status_code} {answer.text[:300]}")
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    server = Server()
+    try:
+        refusals(server.url, 1)  # warm
+        streams = Streams(server.url, args.streams)
+        began = time.perf_counter()
+        times = refusals(server.url, args.rounds)
+        beside = streams.stop()
+        streams = Streams(server.url, args.streams)
+        time.sleep(time.perf_counter() - began)
+        alone = streams.stop()
+    finally:
+        server.close()
+    results: dict[str, Any] = {"refusals_ms": {name: records.summary(values) for name, values in times.items()}}
+    results["between_tokens"] = {"beside refusals": beside, "alone": alone}
+    for name, values in results["refusals_ms"].items():
+        print(f"{name:<32} 400 after {values['median']:7.1f} ms [{values['min']:.1f}, {values['max']:.1f}]")
+    for name, values in results["between_tokens"].items():
+        shown = "  ".join(f"{key[:-3]} {value:.1f} ms" for key, value in values.items())
+        print(f"between tokens of {args.streams} streams, {name:<16}: {shown}")
+    worst = max(values["max"] for values in results["refusals_ms"].values())
+    print(f"slowest refusal {worst:.0f} ms (wanted: {WANTED_MS:.0f})")
+    records.write("grammar_refusals", results, args.out)
+
+
+if __name__ == "__main__":
+    main()
