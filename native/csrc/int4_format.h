@@ -119,7 +119,7 @@ struct Int4 {
         const Grid here(weights.grid_of(2 * k + half) + n * weights.groups * kGrid);
         unrolled<kLines / 2>([&](auto i) MOEWE_INLINE {
           constexpr int kHere = half * kLines / 2 + i;
-          _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead + kHere * kLine), _MM_HINT_T0);
+          prefetch_stream<3072, 512>(codes + kHere * kLine);
           Bytes pair[2];
           here.decode(codes + kHere * kLine, pair[0], pair[1]);
           if (!kBiased) pair[0] = pair[0] + Bytes::all(128), pair[1] = pair[1] + Bytes::all(128);

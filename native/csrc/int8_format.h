@@ -108,7 +108,7 @@ struct Int8 {
         products[i / kChains][i % kChains] = i32x16::all(kBiased && first ? offsets[k * kRows + i / kChains] : 0);
       });
       unrolled<16>([&](auto quad) MOEWE_INLINE {
-        _mm_prefetch(reinterpret_cast<const char*>(weights + kAhead + quad * 64), _MM_HINT_T0);
+        prefetch_stream<6144, 768>(weights + quad * 64);
         const Bytes bytes = Bytes::load(weights + quad * 64);
         unrolled<R>([&](auto i) MOEWE_INLINE {
           i32x16& product = products[i][quad % kChains];
@@ -122,8 +122,6 @@ struct Int8 {
     unrolled<R>([&](auto i) MOEWE_INLINE { (sums[i] * scales).store(results + (r + i) * kColumns); });
     return r + R;
   }
-  static constexpr int kAhead = 2048;  // bytes of weights
-
 #if MOEWE_AMX
   // A row tile times a column tile, two tiles of K at a time, so that a pair is summed while the next is multiplied.
   static void multiply_tiles(const Panel& panel, int64_t tile, const int8_t* weights, f32x16 scales, float* results) {

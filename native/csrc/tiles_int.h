@@ -195,6 +195,15 @@ inline void store_bytes(f32x16 values, int8_t* to) {
 
 #endif
 
+// Ask for what follows in a stream from memory, so many bytes further: L2 early, with more under way than L1 can wait
+// for, then L1.
+template <int Early, int Late>
+MOEWE_INLINE inline void prefetch_stream(const void* at) {
+  const auto* bytes = static_cast<const char*>(at);
+  _mm_prefetch(bytes + Early, _MM_HINT_T1);
+  _mm_prefetch(bytes + Late, _MM_HINT_T0);
+}
+
 // What N sums come to together.
 template <int N>
 inline i32x16 total(const i32x16 (&sums)[N]) {
