@@ -23,7 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from moewe.models.families import load_config
-from moewe.moe.wide_ep.exchange_local import LocalExchange
+from moewe.moe.wide_ep.exchanges.local import LocalExchange
 from moewe.moe.wide_ep.placement import linear_placement
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ScheduleOptions
 from moewe.runtime.params import SamplingParams

@@ -16,7 +16,7 @@ from ..attention.batch import AttentionBatch
 from ..kvcache import KVStorage
 from ..moe.experts import gated_ffn
 from ..moe.layer import MoELayer, PassCounts
-from ..moe.wide_ep.exchange import Exchange
+from ..moe.wide_ep.exchanges.contract import Exchange
 from ..moe.wide_ep.placement import ExpertPlacement
 from ..quant import PackedTensor, embedding_rows, num_bytes
 from ..quant import logits as head_logits

@@ -14,7 +14,7 @@ from ..native.library import load
 from ..quant.packed import MatrixArgs, PackedTensor
 from .gated import SILU, Activation, ExpertWeights, GatedFFN
 from .native_route import Routed
-from .wide_ep.native_combine import combine_args
+from .wide_ep.exchanges.native_combine import combine_args
 
 _ACTIVATIONS = {"silu": 0, "clamped": 1}
 

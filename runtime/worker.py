@@ -21,7 +21,7 @@ from ..models.families import load_config
 from ..models.footprint import cache_groups, kv_groups
 from ..models.loading import LoadOptions, load_weights
 from ..models.weights import bytes_by_kind
-from ..moe.wide_ep.exchange import Exchange
+from ..moe.wide_ep.exchanges.contract import Exchange
 from ..moe.wide_ep.placement import ExpertPlacement
 from ..native.library import set_threads
 from ..quant import can_pack, parse_format, parse_kv_format, weight_scheme

@@ -38,8 +38,8 @@ from .processes.heap import give_back_free_memory
 from .processes.launch import WorkerStart, board_path, exchange_path, store_path
 
 if TYPE_CHECKING:
-    from ..moe.wide_ep.exchange import Exchange
-    from ..moe.wide_ep.exchange_threads import ThreadHub
+    from ..moe.wide_ep.exchanges.contract import Exchange
+    from ..moe.wide_ep.exchanges.threads import ThreadHub
     from ..moe.wide_ep.placement import ExpertPlacement
 
 log = logging.getLogger("moewe.runtime.worker_main")  # __name__ is __main__ in a process of its own
@@ -241,7 +241,7 @@ def _report(channel: Channel[ToWorker], rank: int, error: Exception, *, user_err
 def _is_about_peers(error: Exception) -> bool:
     """Tell a broken collective (somebody else ended) from an error of this rank."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return any(f"torch{os.sep}distributed" in file or file.endswith("exchange_threads.py") for file in files)
+    return any(f"torch{os.sep}distributed" in file or file.endswith(f"exchanges{os.sep}threads.py") for file in files)
 
 
 def build_worker(
@@ -271,7 +271,7 @@ def build_worker(
 
 def build_hub(config: EngineConfig, num_ranks: int) -> ThreadHub:
     """Return the meeting place of ranks that are threads."""
-    from ..moe.wide_ep.exchange_threads import ThreadHub
+    from ..moe.wide_ep.exchanges.threads import ThreadHub
 
     return ThreadHub(_placement(config, num_ranks).slot_ranges)
 
@@ -289,14 +289,14 @@ def _join_exchange(
     start: WorkerStart, placement: ExpertPlacement, progress: RankProgress, hub: ThreadHub | None
 ) -> Exchange:
     if start.num_ranks == 1:
-        from ..moe.wide_ep.exchange_local import LocalExchange
+        from ..moe.wide_ep.exchanges.local import LocalExchange
 
         return LocalExchange(placement.num_slots)
     if hub is not None:
         return hub.rank(start.rank)
     if start.exchange == "shm":
         return _join_memory(start, placement, progress)
-    from ..moe.wide_ep.exchange_all_to_all import AllToAllExchange
+    from ..moe.wide_ep.exchanges.all_to_all import AllToAllExchange
     from ..topologies.groups import init_group
 
     group = init_group(
@@ -311,7 +311,7 @@ def _join_exchange(
 
 def _join_memory(start: WorkerStart, placement: ExpertPlacement, progress: RankProgress) -> Exchange:
     from ..models.families import load_config
-    from ..moe.wide_ep.exchange_shm import ShmExchange, ShmShape, meet_at
+    from ..moe.wide_ep.exchanges.shm import ShmExchange, ShmShape, meet_at
     from ..quant import parse_format
 
     config = start.config

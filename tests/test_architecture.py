@@ -34,6 +34,8 @@ LEVELS = {
 }
 # Folders inside a package that are part of it (no level of their own).
 INNER = {
+    "moe.wide_ep.placement": "moe.wide_ep",
+    "moe.wide_ep.exchanges": "moe.wide_ep",
     "models.demo": "models",
     "server.bench": "server",
     "text.parsers": "text",
@@ -58,6 +60,9 @@ NO_TORCH = [
     "telemetry/",
     "native/",
     "topologies/",
+    "moe/wide_ep/placement/",
+    "moe/wide_ep/synthetic.py",
+    "moe/wide_ep/traces.py",
     "kvcache/block_pool.py",
     "kvcache/groups.py",
     "runtime/",
@@ -65,6 +70,7 @@ NO_TORCH = [
     "moewe/",
 ]
 MAY_IMPORT_TORCH = {
+    "moe/wide_ep/placement/record.py",
     "topologies/groups.py",
     "runtime/gpus.py",
     "runtime/worker.py",

@@ -22,7 +22,7 @@ from .supervision import Limits, Verdict, Watchdog
 from .workers import Workers
 
 if TYPE_CHECKING:
-    from ...moe.wide_ep.exchange_threads import ThreadHub
+    from ...moe.wide_ep.exchanges.threads import ThreadHub
 
 WORKER_MODULE = "moewe.runtime.worker_main"
 STOP_TIMEOUT_S = 5.0

@@ -10,8 +10,8 @@ from moewe.moe.gated import SILU, Activation, ExpertWeights
 from moewe.moe.native_experts import native_ffn, native_ffn_combine
 from moewe.moe.native_route import Routed
 from moewe.moe.reference import combine_reference, dispatch_reference, grouped_ffn_reference
-from moewe.moe.wide_ep.native_combine import native_combine
-from moewe.moe.wide_ep.pairs import add_pairs, sort_pairs
+from moewe.moe.wide_ep.exchanges.native_combine import native_combine
+from moewe.moe.wide_ep.exchanges.pairs import add_pairs, sort_pairs
 from moewe.quant import PackedTensor, pack
 from tests.support.cases import RoutingCase, random_ids, routing_cases
 from tests.support.native import needs_native, team_of

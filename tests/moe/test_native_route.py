@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moewe.moe.native_route import NativeRouter
 from moewe.moe.routing import SCORINGS, RoutingConfig
 from moewe.moe.routing.reference import route_reference
-from moewe.moe.wide_ep.pairs import sort_pairs
+from moewe.moe.wide_ep.exchanges.pairs import sort_pairs
 from tests.moe.test_router_groups import configs
 from tests.support.native import needs_native, team_of
 from tests.support.numerics import ROUTING_WEIGHTS, assert_same, assert_within

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from moewe.models.families import load_config
-from moewe.moe.wide_ep.exchange_local import LocalExchange
-from moewe.moe.wide_ep.exchange_threads import ThreadHub
+from moewe.moe.wide_ep.exchanges.local import LocalExchange
+from moewe.moe.wide_ep.exchanges.threads import ThreadHub
 from moewe.moe.wide_ep.placement import linear_placement
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.plan import PromptLogprobs, StepPlan, StepResult, TokenLogprobs

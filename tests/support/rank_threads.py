@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from moewe.moe.wide_ep.exchange_threads import ThreadHub
+from moewe.moe.wide_ep.exchanges.threads import ThreadHub
 from moewe.runtime.worker import Worker
 
 STEP_TIMEOUT_S = 120

@@ -10,7 +10,7 @@ import ctypes
 
 import torch
 
-from ...native.library import load
+from ....native.library import load
 
 
 class CombineArgs(ctypes.Structure):

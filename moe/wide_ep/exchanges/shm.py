@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from ...native.library import load
-from ...telemetry import RankProgress
-from .exchange import Dispatched
+from ....native.library import load
+from ....telemetry import RankProgress
+from .contract import Dispatched
 from .native_combine import native_combine
 from .pairs import SortedPairs, add_pairs
 

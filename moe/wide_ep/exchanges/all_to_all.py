@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ...telemetry import RankProgress
-from .exchange import Dispatched
+from ....telemetry import RankProgress
+from .contract import Dispatched
 from .pairs import SortedPairs, add_pairs, sort_pairs
 
 

@@ -1,6 +1,6 @@
 """The contract by which token rows travel to the ranks of their experts and back.
 
-Not an implementation: `exchange_local`, `exchange_threads`, `exchange_all_to_all` are. Nothing here knows how
+Not an implementation: local.py, threads.py, shm.py, all_to_all.py hold them. Nothing here knows how
 `topk_weights` were made, nor what an expert computes.
 Letters: T tokens of this rank, D width, K top-k, M rows received, P_local expert slots of this rank.
 """

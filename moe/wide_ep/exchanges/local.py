@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .exchange import Dispatched
+from .contract import Dispatched
 from .pairs import SortedPairs, add_pairs, sort_pairs
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .exchange import Dispatched
+from .contract import Dispatched
 from .pairs import SortedPairs, add_pairs, sort_pairs
 
 
