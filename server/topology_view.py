@@ -8,26 +8,35 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..moe.wide_ep.placement import linear_placement
+import numpy as np
+
+from ..moe.wide_ep.placement import ExpertPlacement, draw_placement, first_placement
 from ..topologies import RankGrid, parse_topology, placement_summary
 from .state import ServerState
 
 
 def topology_map(state: ServerState) -> dict[str, Any]:
-    """Return the map. `expert_ranks[e]` is the rank, in every replica, that holds routed expert e."""
+    """Return the map.
+
+    `expert_ranks[e]` is the rank, in every replica, that holds routed expert e (the first of several);
+    `expert_replicas` names the ranks of each expert that stands on several. Experts are those of the first MoE layer.
+    """
     topology = parse_topology(state.config.parallel.topology)
     model = state.model_config
-    num_experts = model.moe.routing.num_experts if model.moe is not None else 0
-    placement = linear_placement(len(model.moe_layers), num_experts, topology.ep)
+    placement = _placement(state)
+    num_experts = placement.num_experts
     ranks: list[dict[str, Any]] = []
     for rank, (start, stop) in enumerate(placement.slot_ranges):
         experts = placement.local_experts(rank).tolist() if num_experts else []
-        ranks.append({"rank": rank, "slots": [start, stop], "experts": experts, "num_experts": len(experts)})
-    expert_ranks = [rank["rank"] for rank in ranks for _ in rank["experts"]]
+        domain = int(placement.rank_domain[rank])
+        ranks.append(
+            {"rank": rank, "domain": domain, "slots": [start, stop], "experts": experts, "num_experts": len(experts)}
+        )
     replicas = [
         {"replica": replica, "ranks": [{**rank, **_live(state, replica, rank["rank"])} for rank in ranks]}
         for replica in range(topology.dp)
     ]
+    holders = _holders(placement)
     return {
         "topology": topology.long(),
         "ep": topology.ep,
@@ -38,7 +47,8 @@ def topology_map(state: ServerState) -> dict[str, Any]:
         "num_ranks": topology.num_ranks,
         "model": state.names[0],
         "num_experts": num_experts,
-        "expert_ranks": expert_ranks,
+        "expert_ranks": [held_by[0] for held_by in holders],
+        "expert_replicas": {str(expert): held_by for expert, held_by in enumerate(holders) if len(held_by) > 1},
         "num_moe_layers": len(model.moe_layers),
         "device": state.config.parallel.device,
         "phase": state.phase.value,
@@ -47,12 +57,13 @@ def topology_map(state: ServerState) -> dict[str, Any]:
 
 
 def topology_drawing(state: ServerState) -> str:
-    """Return the grid of ranks and a line a rank."""
+    """Return the grid of ranks, the map of expert slots, and a line a rank."""
     view = topology_map(state)
     topology = parse_topology(view["topology"])
     lines = [view["topology"], "", str(RankGrid(topology, topology.num_ranks)), ""]
     if view["num_experts"]:
-        lines += [f"experts of a replica: {placement_summary(topology, view['num_experts'])}", ""]
+        lines += [f"experts of a replica: {placement_summary(topology, view['num_experts'])}"]
+        lines += [draw_placement(_placement(state)), ""]
     for replica in view["replicas"]:
         for rank in replica["ranks"]:
             start, stop = rank["slots"]
@@ -63,6 +74,25 @@ def topology_drawing(state: ServerState) -> str:
             ]
             lines.append("  ".join(parts))
     return "\n".join(lines) + "\n"
+
+
+def _placement(state: ServerState) -> ExpertPlacement:
+    """Where the experts of every replica stand when ranks start: all of them work it out alike."""
+    topology = parse_topology(state.config.parallel.topology)
+    model = state.model_config
+    return first_placement(
+        len(model.moe_layers),
+        model.moe.routing.num_experts if model.moe is not None else 0,
+        num_redundant=topology.red,
+        domains=RankGrid(topology, topology.num_ranks).domains(),
+    )
+
+
+def _holders(placement: ExpertPlacement) -> list[list[int]]:
+    """Return the ranks that hold each expert in the first MoE layer."""
+    if not placement.num_layers:
+        return []
+    return [np.unique(placement.slot_rank[slots[slots >= 0]]).tolist() for slots in placement.logical_to_physical[0]]
 
 
 def _live(state: ServerState, replica: int, rank: int) -> dict[str, Any]:

@@ -68,6 +68,11 @@ class RankGrid:
             return replica * domains_per_group + position // self.domain_size
         return replica // (self.domain_size // self.topology.ep)
 
+    def domains(self, replica: int = 0) -> tuple[int, ...]:
+        """Return the domain of each rank of a group, in order of position."""
+        first = replica * self.topology.ep
+        return tuple(self._domain(first + position) for position in range(self.topology.ep))
+
     def coords(self, rank: int) -> Coords:
         """Return where `rank` stands."""
         if not 0 <= rank < self.topology.num_ranks:

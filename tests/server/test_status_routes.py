@@ -24,10 +24,12 @@ def test_topology_shows_ranks_slots_and_processes() -> None:
         ([0, 2], [0, 1], 11),
         ([2, 4], [2, 3], 12),
     ]
-    assert view["expert_ranks"] == [0, 0, 1, 1]
+    assert view["expert_ranks"] == [0, 0, 1, 1] and view["expert_replicas"] == {}
+    assert [rank["domain"] for rank in ranks] == [0, 0]
     drawing = get(state, "/v1/topology", params={"format": "text"}).text
     assert "experts of a replica: ranks 0..1: slots 0..3, 2 each" in drawing
-    assert "slots 2-3" in drawing and "EP2DP1" in drawing
+    assert "domain 0: 2 ranks, 4 slots, 4 experts\n" in drawing
+    assert "  rank 1  slots 2-3  experts 2 3\n" in drawing and "EP2DP1" in drawing
     assert get(state, "/v1/topology", params={"format": "png"}).status_code == 400
 
 

@@ -71,6 +71,13 @@ def test_slot_ranges_cover_all_slots_evenly(num_slots: int, num_ranks: int) -> N
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
 
 
+def test_domains_of_a_group_follow_its_positions() -> None:
+    grid = RankGrid(parse_topology("EP12DP2"), 8)
+    assert grid.domains() == (0,) * 8 + (1,) * 4
+    assert grid.domains(1) == (2,) * 8 + (3,) * 4
+    assert RankGrid(parse_topology("EP4DP3"), 8).domains(2) == (1,) * 4
+
+
 def test_placement_summary_groups_ranks_of_equal_size() -> None:
     assert placement_summary(parse_topology("EP4DP1"), 10).splitlines() == [
         "ranks 0..1: slots 0..5, 3 each",

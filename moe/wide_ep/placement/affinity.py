@@ -1,0 +1,43 @@
+"""Which experts fire together: counts of pairs, and how much they are above chance.
+
+Not a placement (spread.py uses it). Pure; units: tokens. T tokens, K top-k, E experts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+_TOKENS_AT_ONCE = 4096
+
+
+def coactivation(topk_ids: np.ndarray, num_experts: int) -> np.ndarray:
+    """Return how many tokens chose both of two experts: [E, E] f64, zero on the diagonal.
+
+    Args:
+        topk_ids: [T, K], -1 for a dropped choice; no id twice in a row.
+        num_experts: E.
+
+    Example:
+        >>> coactivation(np.array([[0, 2], [2, 0], [1, -1]]), 3)[0].tolist()
+        [0.0, 0.0, 2.0]
+    """
+    pairs = np.zeros((num_experts, num_experts))
+    for start in range(0, len(topk_ids), _TOKENS_AT_ONCE):
+        ids = topk_ids[start : start + _TOKENS_AT_ONCE]
+        hit = np.zeros((len(ids), num_experts + 1), np.float32)
+        hit[np.arange(len(ids))[:, None], ids] = 1  # dropped choices land in the last column
+        hit = hit[:, :-1]
+        pairs += hit.T @ hit
+    np.fill_diagonal(pairs, 0)
+    return pairs
+
+
+def above_chance(pairs: np.ndarray) -> np.ndarray:
+    """Return pairs minus what experts of the same frequency would share by chance: [E, E], zero on the diagonal."""
+    weight = pairs.sum(1)
+    total = weight.sum()
+    if not total:
+        return np.zeros_like(pairs)
+    excess: np.ndarray = pairs - np.outer(weight, weight) / total
+    np.fill_diagonal(excess, 0)
+    return excess
