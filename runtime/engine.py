@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -182,7 +182,7 @@ class Engine:
             self._masks.close_all()
         return [Delta(request_id=name, finish_reason="error", error="the engine lost this request") for name in lost]
 
-    def _deltas(self, updates: list[SequenceUpdate]) -> list[Delta]:
+    def _deltas(self, updates: Iterable[SequenceUpdate]) -> list[Delta]:
         deltas = []
         for update in updates:
             request, reason = update.request, update.finish_reason
@@ -275,4 +275,4 @@ class Engine:
 
 def _may_end(request: Request) -> bool:
     """Tell whether an end token may be the next token of `request`, as far as its sampling parameters go."""
-    return not request.params.ignore_eos and len(request.generated) >= request.params.min_tokens
+    return not request.params.ignore_eos and request.num_generated >= request.params.min_tokens

@@ -21,12 +21,11 @@ windows and the block of its next row, whatever its last chunk was, so a chunk n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from .plan import FINISH_ERROR, RankResult, StepPlan, StepResult, TokenLogprobs, unpack
+from .plan import StepPlan, StepResult
 from .scheduling import results
 from .scheduling import step as steps
 from .scheduling.admission import AdmissionError, QueueFullError, WaitingQueue, check_fits
@@ -98,7 +97,7 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return False
-        self._forget(request)
+        self._forget([request])
         return True
 
     def finish(self, request_id: str) -> bool:
@@ -186,8 +185,9 @@ class Scheduler:
     def _let_go(self) -> None:
         """Free slots and blocks of sequences whose last token is planned: workers run steps in order."""
         batch = self._batch
-        for rank, slot in np.argwhere((batch.phase == DECODE) & (batch.computed >= batch.limit)).tolist():
-            self._depart(batch.request_at(rank, slot), RequestState.LEAVING)
+        ends = (batch.phase == DECODE) & (batch.computed >= batch.limit)
+        if ends.any():
+            self._depart([batch.request_at(*at) for at in np.argwhere(ends).tolist()], RequestState.LEAVING)
 
     def _take_back(self) -> None:
         """Queue preempted requests all of whose tokens are known by now."""
@@ -206,7 +206,7 @@ class Scheduler:
             while growing[rank].sum() > batch.free_blocks[:, rank].min():
                 victim = max(batch.running(rank), key=lambda request: precedence(request, self.config.policy))
                 decoding[rank, victim.slot] = growing[rank, victim.slot] = False
-                self._depart(victim, RequestState.RETURNING)
+                self._depart([victim], RequestState.RETURNING)
                 self._returning.append(victim)
                 victim.num_preemptions += 1
                 self.num_preemptions += 1
@@ -220,102 +220,69 @@ class Scheduler:
         blocked = np.zeros(self.config.num_ranks, np.bool_)
         blocked[[request.rank for request in self._returning]] = True  # their blocks are not for those behind them
         loads = steps.rank_loads(self._batch, growing=growing, blocked=blocked)
+        slots: dict[int, Iterator[int]] = {}  # free ones of ranks that were chosen, ascending
         while (request := self._queue.first()) is not None:
-            prompt_blocks = np.array(self.config.group_needs(request.num_tokens))
-            worst_blocks = np.array(self.config.group_needs(request.most_computed))
-            rank = loads.choose(prompt_blocks=prompt_blocks, worst_blocks=worst_blocks)
+            rank = loads.place(
+                prompt_blocks=self.config.group_needs(request.num_tokens),
+                worst_blocks=self.config.group_needs(request.most_computed),
+                token_work=steps.token_work(request),
+            )
             if rank < 0:
                 break
-            work = steps.token_work(request)
-            loads.take(rank, prompt_blocks=prompt_blocks, worst_blocks=worst_blocks, token_work=work)
             self._queue.remove(request)
-            slot = self._batch.free_slot(rank)
-            self._batch.occupy(request, rank=rank, slot=slot, sequence_id=self._next_sequence_id)
+            if rank not in slots:
+                slots[rank] = iter(self._batch.free_slots(rank))
+            request.rank, request.slot, request.sequence_id = rank, next(slots[rank]), self._next_sequence_id
             self._next_sequence_id += 1
             request.state = RequestState.RUNNING
             request.first_scheduled = request.first_scheduled or self._clock()
             admitted[rank].append(request)
+        if came := [request for requests in admitted for request in requests]:
+            self._batch.occupy(came)
         return admitted
 
     # --- results -----------------------------------------------------------------------------------------------------
-    def apply(self, result: StepResult) -> list[SequenceUpdate]:
-        """Book the outcome of the oldest step in flight; return one update for each sequence that it brought on."""
+    def apply(self, result: StepResult) -> Sequence[SequenceUpdate]:
+        """Book the outcome of the oldest step in flight; return one update for each sequence that it brought on.
+
+        They have to be looked at before anything else is asked of the scheduler (see `StepUpdates`).
+        """
         if result.step != self._last_applied_step + 1 or not self.num_in_flight:
             raise RuntimeError(f"result of step {result.step}, but step {self._last_applied_step + 1} is next")
         self._last_applied_step = result.step
-        updates: list[SequenceUpdate] = []
-        for rank, outcome in enumerate(result.ranks):
-            if outcome.slots or outcome.prompt_logprobs:
-                self._apply_rank(rank, outcome, updates)
-        return updates
-
-    def _apply_rank(self, rank: int, outcome: RankResult, updates: list[SequenceUpdate]) -> None:
-        slots, ids = unpack(outcome.slots), unpack(outcome.sequence_ids, "<i8")
-        owners = results.owners_of(self._batch, self._departed, rank, slots, ids)
-        if not (outcome.flags or outcome.counts or outcome.logprobs or outcome.prompt_logprobs):
-            for request, token in zip(owners, unpack(outcome.tokens).tolist(), strict=True):  # as in nearly all steps
-                if request is not None:
-                    request.generated.append(token)
-                    updates.append(SequenceUpdate(request, [token]))
-            return
-        prompts = results.prompt_updates(outcome, partial(self._owner, rank))
-        logprobs: dict[int, list[TokenLogprobs]] = {}
-        for entry in outcome.logprobs:
-            logprobs.setdefault(entry.sequence_id, []).append(entry)
-        came, flags = results.tokens_of(outcome), results.flags_of(outcome, len(owners))
-        for request, sequence_id, tokens, flag in zip(owners, ids.tolist(), came, flags, strict=True):
-            if request is not None:  # else it was aborted or finished with these tokens in flight
-                update = self._advance(request, tokens, flag, tuple(logprobs.get(sequence_id, ())))
-                if prompts and (early := prompts.pop(sequence_id, None)) is not None:
-                    update.prompt_logprobs = early.prompt_logprobs
-                updates.append(update)
-        updates.extend(prompts.values())
-
-    def _owner(self, rank: int, slot: int, sequence_id: int) -> Request | None:
-        """Return whose sequence that is in a slot of `rank`; None when it was given up."""
-        current = self._batch.sequence_id[rank, slot] == sequence_id
-        return self._batch.requests[rank][slot] if current else self._departed.get(sequence_id)
-
-    def _advance(
-        self, request: Request, tokens: list[int], flag: int, logprobs: tuple[TokenLogprobs, ...]
-    ) -> SequenceUpdate:
-        if flag == FINISH_ERROR:
-            self._forget(request)
-            error = (
-                "the model's output for this request was not finite (NaN or infinite numbers); where the server runs "
-                "with dtype float16, bfloat16 holds larger ones"
-            )
-            return SequenceUpdate(request, [], (), "error", error)
-        request.generated += tokens
-        reason = results.REASONS[flag]
-        if reason is not None:
-            self._forget(request)
-        return SequenceUpdate(request, tokens, logprobs, reason)
+        came = results.read(result, self._batch, self._departed)
+        if came.places.size:
+            self._batch.log.write(came.places, came.tokens, self._batch.requests)
+        self._forget([update.request for update in came.updates if update.finish_reason is not None])
+        return results.StepUpdates(self._batch, came) if came.places.size else came.updates
 
     # --- leaving -----------------------------------------------------------------------------------------------------
-    def _depart(self, request: Request, state: RequestState) -> None:
-        """Take a running request out of its slot while tokens of it may be in flight."""
-        self._vacate(request)
-        request.state = state
-        request.last_step = self._next_step - 1
-        self._departed[request.sequence_id] = request
+    def _depart(self, requests: Sequence[Request], state: RequestState) -> None:
+        """Take running requests out of their slots while tokens of them may be in flight."""
+        self._vacate(requests)
+        for request in requests:
+            request.state = state
+            request.last_step = self._next_step - 1
+            self._departed[request.sequence_id] = request
 
-    def _forget(self, request: Request) -> None:
-        """Free whatever `request` holds, in any state."""
-        if request.state is RequestState.RUNNING:
-            self._vacate(request)
-        elif request.state is RequestState.WAITING:
-            self._queue.remove(request)
-        else:
-            del self._departed[request.sequence_id]
-            if request.state is RequestState.RETURNING:
-                self._returning.remove(request)
-        request.state = RequestState.FINISHED
-        del self._requests[request.request_id]
+    def _forget(self, requests: Sequence[Request]) -> None:
+        """Free whatever `requests` hold, in any state."""
+        if running := [request for request in requests if request.state is RequestState.RUNNING]:
+            self._vacate(running)
+        for request in requests:
+            if request.state is RequestState.WAITING:
+                self._queue.remove(request)
+            elif request.state is not RequestState.RUNNING:
+                del self._departed[request.sequence_id]
+                if request.state is RequestState.RETURNING:
+                    self._returning.remove(request)
+            request.state = RequestState.FINISHED
+            del self._requests[request.request_id]
 
-    def _vacate(self, request: Request) -> None:
-        self._released[request.rank].append(request.slot)
-        self._batch.vacate(request)
+    def _vacate(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._released[request.rank].append(request.slot)
+        self._batch.vacate(requests)
 
     # --- books when idle ---------------------------------------------------------------------------------------------
     def residue(self) -> str | None:
@@ -381,7 +348,9 @@ class Scheduler:
         for request_id, request in self._requests.items():
             assert request.request_id == request_id
             by_state[request.state] += 1
-            assert not request.generated or request.num_tokens < request.max_length, f"{request_id} has all its tokens"
+            assert not request.num_generated or request.num_tokens < request.max_length, (
+                f"{request_id} has all its tokens"
+            )
         assert by_state[RequestState.FINISHED] == 0
         assert by_state[RequestState.WAITING] == len(self._queue)
         assert by_state[RequestState.RUNNING] == self.num_running

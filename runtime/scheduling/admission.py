@@ -1,16 +1,16 @@
 """Who may come in: what is refused at the door, the queue of those who wait, and which rank takes the next one.
 
 Not planning of a running batch (runtime/scheduler.py). A refusal is one line with the numbers and the fix.
-Units: tokens, blocks; arrays are [W], one entry a rank, if not said otherwise.
+Units: tokens, blocks.
 """
 
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from .limits import SchedulerConfig
 from .policy import Precedence, precedence
@@ -106,42 +106,63 @@ class WaitingQueue:
 
 @dataclass
 class RankLoads:
-    """What each rank could still take in this step; `choose` reads it, `take` books an admission.
+    """What each of W ranks could still take in this step; plain numbers, as one request after another is placed.
 
     G cache groups; blocks of a sequence are those that it holds between steps (a windowed group keeps few of them).
 
     Attributes:
-        free_slots: slots without a sequence; 0 for a rank that must not admit in this step.
-        spare_blocks: [G, W] free blocks, less what running prompts will still need and what decodes need in this step.
-        num_sequences: sequences that run.
-        worst_blocks: [G, W] blocks that they hold if all run to their full length.
-        token_work: tokens that they still have to run.
+        free_slots: [W] slots without a sequence; 0 for a rank that must not admit in this step.
+        spare_blocks: [W][G] free blocks, less what running prompts will still need and what decodes need in this step.
+        num_sequences: [W] sequences that run.
+        worst_blocks: [W][G] blocks that they hold if all run to their full length.
+        token_work: [W] tokens that they still have to run.
         num_blocks: [G] blocks of a rank.
     """
 
-    free_slots: np.ndarray
-    spare_blocks: np.ndarray
-    num_sequences: np.ndarray
-    worst_blocks: np.ndarray
-    token_work: np.ndarray
-    num_blocks: np.ndarray
+    free_slots: list[int]
+    spare_blocks: list[list[int]]
+    num_sequences: list[int]
+    worst_blocks: list[list[int]]
+    token_work: list[int]
+    num_blocks: list[int]
 
-    def choose(self, *, prompt_blocks: np.ndarray, worst_blocks: np.ndarray) -> int:
-        """Return the rank with the least token work that has room (ties: the lowest), or -1.
+    def __post_init__(self) -> None:
+        self._open = [(self.token_work[rank], rank) for rank, free in enumerate(self.free_slots) if free > 0]
+        heapq.heapify(self._open)
+
+    def place(self, *, prompt_blocks: Sequence[int], worst_blocks: Sequence[int], token_work: int) -> int:
+        """Book a sequence on the rank with the least token work that has room (ties: the lowest); -1 if none has.
 
         A rank has room if in every group ([G] blocks of the new one) all its sequences could run to their full length,
         or else if, after the prompt, a spare block for each sequence is left: so an admission is not answered with a
         preemption a few steps later.
         """
-        never_short = self.worst_blocks + worst_blocks[:, None] <= self.num_blocks[:, None]
-        headroom = self.spare_blocks - prompt_blocks[:, None] > self.num_sequences
-        ranks = np.flatnonzero((self.free_slots > 0) & (never_short | headroom).all(0))
-        return int(ranks[np.argmin(self.token_work[ranks])]) if ranks.size else -1
-
-    def take(self, rank: int, *, prompt_blocks: np.ndarray, worst_blocks: np.ndarray, token_work: int) -> None:
-        """Book one sequence on `rank`."""
+        passed, rank = [], -1
+        while self._open and rank < 0:
+            first = heapq.heappop(self._open)
+            if self._has_room(first[1], prompt_blocks, worst_blocks):
+                rank = first[1]
+            else:
+                passed.append(first)
+        for other in passed:
+            heapq.heappush(self._open, other)
+        if rank < 0:
+            return -1
         self.free_slots[rank] -= 1
-        self.spare_blocks[:, rank] -= prompt_blocks
         self.num_sequences[rank] += 1
-        self.worst_blocks[:, rank] += worst_blocks
         self.token_work[rank] += token_work
+        spare, worst = self.spare_blocks[rank], self.worst_blocks[rank]
+        for group, (prompt, most) in enumerate(zip(prompt_blocks, worst_blocks, strict=True)):
+            spare[group] -= prompt
+            worst[group] += most
+        if self.free_slots[rank] > 0:
+            heapq.heappush(self._open, (self.token_work[rank], rank))
+        return rank
+
+    def _has_room(self, rank: int, prompt_blocks: Sequence[int], worst_blocks: Sequence[int]) -> bool:
+        worst, spare, sequences = self.worst_blocks[rank], self.spare_blocks[rank], self.num_sequences[rank]
+        for group, most in enumerate(self.num_blocks):
+            never_short = worst[group] + worst_blocks[group] <= most
+            if not never_short and spare[group] - prompt_blocks[group] <= sequences:
+                return False
+        return True

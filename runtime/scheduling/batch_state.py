@@ -7,12 +7,15 @@ Shapes: W ranks, S slots a rank, G cache groups, B most blocks of a sequence; ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ...kvcache.block_pool import BlockPool
 from ...kvcache.groups import first_visible_rows
 from .limits import SchedulerConfig
 from .request import Request, RequestState
+from .token_log import TokenLog
 
 FREE, PREFILL, DECODE = range(3)
 
@@ -22,6 +25,7 @@ class BatchState:
 
     Attributes:
         version: counts changes of what runs and of who holds which blocks; a plain decode step of all is none.
+        turnover: counts changes of who has a slot.
         phase: i8, FREE, PREFILL (some known token is not in KV yet) or DECODE (one token a step).
         sequence_id: i64, -1 where free.
         computed: i32, tokens in KV after the last planned step.
@@ -30,18 +34,20 @@ class BatchState:
         granted: i32, blocks that it was given in each group so far: always ceil(computed / block_size).
         constrained: bool, it samples only with a mask of its own.
         held: bool, constrained and the mask of its next token has not come: it runs no row that samples.
+        judged: bool, log-probabilities of its prompt were still to be told when it came.
         first: [G, W, S] i32, how many of them are behind what its rows can see, and were freed.
         tables: [G, W, S, B] i32, block ids; of a row only [first, granted) mean anything.
         free_blocks: [G, W] i64, free blocks of a rank.
         num_blocks: [G] i64, blocks of a rank.
         pools: [G], free blocks of every rank.
-        requests: `requests[rank][slot]`, None where free.
+        requests: [W * S], by place (rank * S + slot), None where free.
+        log: their newest tokens, by place.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         ranks, slots, groups = config.num_ranks, config.max_num_seqs, len(config.groups)
         self.config = config
-        self.version = 0
+        self.version = self.turnover = 0
         self.phase = np.zeros((ranks, slots), np.int8)
         self.sequence_id = np.full((ranks, slots), -1, np.int64)
         self.computed = np.zeros((ranks, slots), np.int32)
@@ -50,6 +56,7 @@ class BatchState:
         self.granted = np.zeros((ranks, slots), np.int32)
         self.constrained = np.zeros((ranks, slots), np.bool_)
         self.held = np.zeros((ranks, slots), np.bool_)
+        self.judged = np.zeros((ranks, slots), np.bool_)
         self.first = np.zeros((groups, ranks, slots), np.int32)
         # Zeros, not -1: pages of it that are never used are never touched.
         self.tables = np.zeros((groups, ranks, slots, config.max_blocks_per_sequence), np.int32)
@@ -57,43 +64,62 @@ class BatchState:
         self.free_blocks = np.repeat(self.num_blocks[:, None], ranks, 1)
         self.pools = [BlockPool(group.num_blocks, ranks) for group in config.groups]
         self._windowed = [(g, group.kind, group.window) for g, group in enumerate(config.groups) if group.is_windowed]
-        self.requests: list[list[Request | None]] = [[None] * slots for _ in range(ranks)]
+        self.requests: list[Request | None] = [None] * (ranks * slots)
+        self.log = TokenLog(ranks * slots)
 
-    def free_slot(self, rank: int) -> int:
-        """Return the lowest free slot of `rank`; there must be one."""
-        slot = int(np.argmax(self.phase[rank] == FREE))
-        assert self.phase[rank, slot] == FREE, f"rank {rank} has no free slot"
-        return slot
+    def free_slots(self, rank: int) -> list[int]:
+        """Return the free slots of `rank`, ascending."""
+        found: list[int] = np.flatnonzero(self.phase[rank] == FREE).tolist()
+        return found
 
-    def occupy(self, request: Request, *, rank: int, slot: int, sequence_id: int) -> None:
-        """Put `request` into a free slot, with nothing in KV."""
-        assert self.phase[rank, slot] == FREE, f"slot {slot} of rank {rank} is taken"
+    def occupy(self, requests: Sequence[Request]) -> None:
+        """Put `requests` into the free slots that they name, with nothing in KV."""
+        ranks, slots = _where(requests)
+        assert (self.phase[ranks, slots] == FREE).all(), "a slot is taken"
         self.version += 1
-        self.phase[rank, slot] = PREFILL
-        self.sequence_id[rank, slot] = sequence_id
-        self.computed[rank, slot] = 0
-        self.known[rank, slot] = request.num_tokens
-        self.limit[rank, slot] = request.most_computed
-        self.constrained[rank, slot], self.held[rank, slot] = request.constrained, request.awaits_mask
-        self.requests[rank][slot] = request
-        request.rank, request.slot, request.sequence_id = rank, slot, sequence_id
+        self.turnover += 1
+        self.phase[ranks, slots] = PREFILL
+        self.sequence_id[ranks, slots] = [request.sequence_id for request in requests]
+        self.computed[ranks, slots] = 0
+        self.known[ranks, slots] = [request.num_tokens for request in requests]
+        self.limit[ranks, slots] = [request.most_computed for request in requests]
+        self.constrained[ranks, slots] = [request.constrained for request in requests]
+        self.held[ranks, slots] = [request.awaits_mask for request in requests]
+        self.judged[ranks, slots] = [request.is_judged for request in requests]
+        places = ranks * self.config.max_num_seqs + slots
+        self.log.begin(places)
+        for request, place in zip(requests, places.tolist(), strict=True):
+            self.requests[place] = request
+            request.log, request.place = self.log, place
 
-    def vacate(self, request: Request) -> None:
-        """Take `request` out of its slot and free its blocks."""
-        rank, slot = request.rank, request.slot
-        assert self.requests[rank][slot] is request, f"{request.request_id} is not in slot {slot} of rank {rank}"
+    def vacate(self, requests: Sequence[Request]) -> None:
+        """Take `requests` out of their slots and free their blocks, as if one after another."""
+        for request in requests:
+            assert self.requests[request.place] is request, f"{request.request_id} is not in its slot"
+        self.log.settle(requests)
         self.version += 1
-        granted = int(self.granted[rank, slot])
+        self.turnover += 1
+        ranks, slots = _where(requests)
+        order = np.argsort(ranks[::-1], kind="stable")  # what is freed last is given first
+        ranks, slots = ranks[::-1][order], slots[::-1][order]
+        granted = self.granted[ranks, slots]
         for group, pool in enumerate(self.pools):
-            first = int(self.first[group, rank, slot])
-            pool.free(np.full(granted - first, rank), self.tables[group, rank, slot, first:granted])
-            self.free_blocks[group, rank] += granted - first
-        self.phase[rank, slot] = FREE
-        self.sequence_id[rank, slot] = -1
-        self.constrained[rank, slot] = self.held[rank, slot] = False
-        self.computed[rank, slot] = self.known[rank, slot] = self.limit[rank, slot] = self.granted[rank, slot] = 0
-        self.first[:, rank, slot] = 0
-        self.requests[rank][slot] = None
+            first = self.first[group, ranks, slots]
+            held = granted - first
+            owners = np.repeat(ranks, held)  # [n], an entry a block
+            indices = np.repeat(first, held) + counting(held)
+            pool.free(owners, self.tables[group, owners, np.repeat(slots, held), indices])
+            np.add.at(self.free_blocks[group], ranks, held)
+        self.phase[ranks, slots] = FREE
+        self.sequence_id[ranks, slots] = -1
+        for marks in (self.constrained, self.held, self.judged):
+            marks[ranks, slots] = False
+        for counts in (self.computed, self.known, self.limit, self.granted):
+            counts[ranks, slots] = 0
+        self.first[:, ranks, slots] = 0
+        for request in requests:
+            self.requests[request.place] = None
+            request.log, request.place = None, -1
 
     def free_passed(self) -> None:
         """Free the blocks that no row sees any more: those before what the next row of their sequence sees.
@@ -111,7 +137,7 @@ class BatchState:
             counts = visible[ranks, slots] - start
             held_from[ranks, slots] += counts
             owners, slots = np.repeat(ranks, counts), np.repeat(slots, counts)  # [n], an entry a block, ranks ascending
-            ids = self.tables[group, owners, slots, np.repeat(start, counts) + _counting(counts)]
+            ids = self.tables[group, owners, slots, np.repeat(start, counts) + counting(counts)]
             self.pools[group].free(owners, ids)
             self.free_blocks[group] += np.bincount(owners, minlength=self.config.num_ranks)
 
@@ -148,7 +174,7 @@ class BatchState:
             self.tables[group, ranks, slots, indices] = ids
             rows[:, group, 0] = group
             rows[:, group, 3] = ids
-        np.add.at(self.granted, (ranks, slots), 1)
+        np.add.at(self.granted.reshape(-1), ranks * self.config.max_num_seqs + slots, 1)
         self.free_blocks -= counts
         return split_rows(rows.tobytes(), counts, row_bytes=16 * num_groups)
 
@@ -160,20 +186,21 @@ class BatchState:
             slots = np.flatnonzero(self.granted[rank] > first)
             held = (self.granted[rank] - first)[slots]
             owners = np.repeat(slots, held)  # [n]
-            indices = np.repeat(first[slots], held) + _counting(held)
+            indices = np.repeat(first[slots], held) + counting(held)
             ids = self.tables[group, rank, owners, indices]
             parts.append(np.stack([np.full_like(owners, group), owners, indices, ids], axis=1))
         return np.concatenate(parts).astype("<i4").tobytes()
 
     def request_at(self, rank: int, slot: int) -> Request:
         """Return the request in a taken slot."""
-        request = self.requests[rank][slot]
+        request = self.requests[rank * self.config.max_num_seqs + slot]
         assert request is not None, f"slot {slot} of rank {rank} is free"
         return request
 
     def running(self, rank: int) -> list[Request]:
         """Return the requests of `rank` in order of slot."""
-        return [request for request in self.requests[rank] if request is not None]
+        slots = self.config.max_num_seqs
+        return [request for request in self.requests[rank * slots : (rank + 1) * slots] if request is not None]
 
     def fullest_groups(self) -> tuple[tuple[int, int], ...]:
         """Return KV blocks in use and in all on each rank, of the cache group that is used most."""
@@ -185,7 +212,7 @@ class BatchState:
 
     def residue(self) -> str | None:
         """Say what is left in a batch that should be empty; None when the books balance. Cheap, and no assertion."""
-        if self.phase.any() or any(request is not None for requests in self.requests for request in requests):
+        if self.phase.any() or any(request is not None for request in self.requests):
             return f"{int(np.count_nonzero(self.phase))} slots are taken"
         if self.granted.any() or self.first.any() or self.computed.any():
             return "a free slot holds blocks"
@@ -223,14 +250,16 @@ class BatchState:
                 held = np.sort(self.tables[g, rank][rows[rank]])
                 assert np.array_equal(held, pool.used_ids(rank)), f"tables of rank {rank} and its pool disagree"
             assert (pool.num_free == self.free_blocks[g]).all(), f"free blocks of group {g} are miscounted"
-        for rank in range(self.config.num_ranks):
-            for slot, request in enumerate(self.requests[rank]):
-                assert (request is not None) == bool(taken[rank, slot]), f"slot {slot} of rank {rank}"
-                if request is not None:
-                    assert (request.rank, request.slot, request.state) == (rank, slot, RequestState.RUNNING)
-                    assert request.sequence_id == self.sequence_id[rank, slot]
-                    marks = (bool(self.constrained[rank, slot]), bool(self.held[rank, slot]))
-                    assert marks == (request.constrained, request.awaits_mask), f"{request.request_id}: {marks}"
+        self.log.check_invariants(self.requests)
+        for place, request in enumerate(self.requests):
+            rank, slot = divmod(place, self.config.max_num_seqs)
+            assert (request is not None) == bool(taken[rank, slot]), f"slot {slot} of rank {rank}"
+            if request is not None:
+                assert (request.rank, request.slot, request.state) == (rank, slot, RequestState.RUNNING)
+                assert request.log is self.log, "a request writes its tokens elsewhere"
+                assert request.sequence_id == self.sequence_id[rank, slot]
+                marks = (bool(self.constrained[rank, slot]), bool(self.held[rank, slot]))
+                assert marks == (request.constrained, request.awaits_mask), f"{request.request_id}: {marks}"
 
 
 def split_rows(data: bytes, counts: np.ndarray, *, row_bytes: int) -> list[bytes]:
@@ -239,8 +268,13 @@ def split_rows(data: bytes, counts: np.ndarray, *, row_bytes: int) -> list[bytes
     return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _counting(counts: np.ndarray) -> np.ndarray:
+def counting(counts: np.ndarray) -> np.ndarray:
     """Return 0, 1, .. counts[i] - 1 for each i, one after another."""
     ends = np.cumsum(counts)
-    counting: np.ndarray = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
-    return counting
+    places: np.ndarray = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+    return places
+
+
+def _where(requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
+    """Return rank and slot of each of `requests`, [n] i64 each."""
+    return np.array([request.rank for request in requests]), np.array([request.slot for request in requests])

@@ -6,6 +6,8 @@ Units: tokens; `arrival` and `first_scheduled` are seconds of the engine's monot
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -14,6 +16,7 @@ import numpy as np
 
 from ..params import SamplingParams
 from ..plan import PromptLogprobs, TokenLogprobs
+from .token_log import TokenLog
 
 
 class RequestState(Enum):
@@ -37,7 +40,6 @@ class Request:
         seed: of its random choices; `params.seed` or one drawn at arrival.
         priority: lower runs first under the `priority` policy.
         arrival: when it came; orders requests of equal priority, ties by `request_id`.
-        generated: tokens applied so far.
         max_length: total tokens at which it ends with `length`; set by `Scheduler.add`.
         state: see `RequestState`.
         sequence_id: its current (or last) sequence; -1 before the first admission.
@@ -48,6 +50,8 @@ class Request:
         awaits_mask: the mask of its next token has not come.
         num_prompt_logprobs: places of the prompt whose log-probabilities were reported.
         mask: of its next token, in the form of `TokenMask.words`; None allows all.
+        past: tokens applied so far, i32, but for those that the log of its batch still has.
+        log, place: that log, and its place there; None and -1 while it has no slot.
     """
 
     request_id: str
@@ -56,7 +60,6 @@ class Request:
     seed: int = 0
     priority: int = 0
     arrival: float = 0.0
-    generated: list[int] = field(default_factory=list)
     max_length: int = 0
     state: RequestState = RequestState.WAITING
     sequence_id: int = -1
@@ -68,11 +71,26 @@ class Request:
     awaits_mask: bool = False
     mask: bytes | None = None
     num_prompt_logprobs: int = 0
+    past: array[int] = field(default_factory=lambda: array("i"))
+    log: TokenLog | None = None
+    place: int = -1
+
+    @property
+    def generated(self) -> list[int]:
+        """Tokens applied so far, a new list each time."""
+        self._settle()
+        return self.past.tolist()
+
+    @property
+    def num_generated(self) -> int:
+        """How many those are."""
+        self._settle()
+        return len(self.past)
 
     @property
     def num_tokens(self) -> int:
         """Known tokens: the prompt and what was generated."""
-        return len(self.prompt_token_ids) + len(self.generated)
+        return len(self.prompt_token_ids) + self.num_generated
 
     @property
     def constrained(self) -> bool:
@@ -92,8 +110,18 @@ class Request:
 
     def token_ids(self) -> np.ndarray:
         """Return all known tokens, i32 [num_tokens]."""
+        self._settle()
         prompt = np.asarray(self.prompt_token_ids, np.int32)
-        return np.concatenate([prompt, np.array(self.generated, np.int32)]) if self.generated else prompt
+        return np.concatenate([prompt, np.array(self.past, np.int32)]) if self.past else prompt
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens that did not come through the log."""
+        self._settle()
+        self.past.extend(tokens)
+
+    def _settle(self) -> None:
+        if self.log is not None:
+            self.log.settle((self,))
 
 
 class SequenceUpdate(msgspec.Struct, eq=False, gc=False):

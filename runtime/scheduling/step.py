@@ -13,7 +13,7 @@ import numpy as np
 from ..params import EXPECTED_OUTPUT_TOKENS
 from ..plan import Admission, Chunk, RankPlan, SamplingState, TokenMask, pack
 from .admission import RankLoads
-from .batch_state import DECODE, FREE, PREFILL, BatchState
+from .batch_state import DECODE, FREE, PREFILL, BatchState, counting
 from .policy import precedence, share_tokens
 from .request import Request
 
@@ -65,12 +65,12 @@ def rank_loads(batch: BatchState, *, growing: np.ndarray, blocked: np.ndarray) -
     work = np.where(taken, prompt_left + np.minimum(output_left, EXPECTED_OUTPUT_TOKENS), 0)
     num_sequences = taken.sum(1)
     return RankLoads(
-        free_slots=np.where(blocked, 0, config.max_num_seqs - num_sequences),
-        spare_blocks=spare,
-        num_sequences=num_sequences,
-        worst_blocks=worst,
-        token_work=work.sum(1),
-        num_blocks=batch.num_blocks,
+        free_slots=np.where(blocked, 0, config.max_num_seqs - num_sequences).tolist(),
+        spare_blocks=spare.T.tolist(),
+        num_sequences=num_sequences.tolist(),
+        worst_blocks=worst.T.tolist(),
+        token_work=work.sum(1).tolist(),
+        num_blocks=batch.num_blocks.tolist(),
     )
 
 
@@ -78,35 +78,65 @@ def draft_chunks(batch: BatchState, *, decoding: np.ndarray, growing: np.ndarray
     """Share what decodes leave of each rank's rows and blocks among its prompts."""
     config = batch.config
     chunks: list[list[Chunk]] = [[] for _ in range(config.num_ranks)]
-    prefilling = batch.phase == PREFILL
-    for rank in np.flatnonzero(prefilling.any(1)).tolist():
-        requests = [batch.request_at(rank, slot) for slot in np.flatnonzero(prefilling[rank]).tolist()]
-        requests.sort(key=lambda request: precedence(request, config.policy))
-        slots = [request.slot for request in requests]
-        # The last known token is the one that samples: it is left to the step for which there is a mask.
-        needs = (batch.known[rank, slots] - batch.computed[rank, slots] - batch.held[rank, slots]).tolist()
-        if 0 in needs:
-            slots, needs = [slot for slot, need in zip(slots, needs, strict=True) if need], [n for n in needs if n]
-        if config.max_chunk_tokens is not None:
-            needs = [min(need, config.max_chunk_tokens) for need in needs]
-        shares = share_tokens(needs, config.max_num_batched_tokens - int(decoding[rank].sum()))
-        spare_blocks = int(batch.free_blocks[:, rank].min() - growing[rank].sum())  # a token takes room in every group
-        judged_left = MOST_JUDGED_TOKENS
-        for slot, share in zip(slots, shares, strict=True):
-            if batch.request_at(rank, slot).is_judged:
-                share = min(share, judged_left)
-                judged_left -= share
-            start, granted = int(batch.computed[rank, slot]), int(batch.granted[rank, slot])
-            # Decodes may have grown into blocks that this prompt was counted for: it takes what is left and goes on
-            # when they end or are preempted.
-            size = min(share, (granted + spare_blocks) * config.block_size - start)
-            if size <= 0:
-                continue
-            spare_blocks -= config.blocks_for(start + size) - granted
-            samples = start + size == int(batch.known[rank, slot])
-            chunks[rank].append(Chunk(slot=slot, start=start, num_tokens=size, samples=samples))
-        chunks[rank].sort(key=lambda chunk: chunk.slot)
+    ranks, slots = np.nonzero(batch.phase == PREFILL)  # [n]
+    if not ranks.size:
+        return chunks
+    starts, ends = batch.computed[ranks, slots], batch.known[ranks, slots]
+    needs = ends - starts
+    rows_left = config.max_num_batched_tokens - decoding.sum(1)
+    blocks_left = batch.free_blocks.min(0) - growing.sum(1)  # a token takes room in every group
+    blocks = -(-ends // config.block_size) - batch.granted[ranks, slots]
+    # Where all prompts can run to their ends nothing has to be shared.
+    shares = (_by_rank(ranks, needs, config.num_ranks) > rows_left) | (
+        _by_rank(ranks, blocks, config.num_ranks) > blocks_left
+    )
+    shares[ranks[batch.held[ranks, slots] | batch.judged[ranks, slots]]] = True
+    if config.max_chunk_tokens is not None:
+        shares[ranks[needs > config.max_chunk_tokens]] = True
+    whole = ~shares[ranks]
+    found = zip(ranks[whole].tolist(), slots[whole].tolist(), starts[whole].tolist(), needs[whole].tolist())
+    for rank, slot, start, need in found:
+        chunks[rank].append(Chunk(slot=slot, start=start, num_tokens=need, samples=True))
+    for rank in np.unique(ranks[~whole]).tolist():
+        chunks[rank] = _shared_chunks(batch, rank, num_rows=int(rows_left[rank]), spare_blocks=int(blocks_left[rank]))
     return chunks
+
+
+def _by_rank(ranks: np.ndarray, values: np.ndarray, num_ranks: int) -> np.ndarray:
+    """Return the sum of `values` [n] of each rank, [W] i64."""
+    sums = np.zeros(num_ranks, np.int64)
+    np.add.at(sums, ranks, values)
+    return sums
+
+
+def _shared_chunks(batch: BatchState, rank: int, *, num_rows: int, spare_blocks: int) -> list[Chunk]:
+    """Return the chunks of `rank`, whose prompts share so many rows and blocks."""
+    config = batch.config
+    requests = [batch.request_at(rank, slot) for slot in np.flatnonzero(batch.phase[rank] == PREFILL).tolist()]
+    requests.sort(key=lambda request: precedence(request, config.policy))
+    slots = [request.slot for request in requests]
+    # The last known token is the one that samples: it is left to the step for which there is a mask.
+    needs = (batch.known[rank, slots] - batch.computed[rank, slots] - batch.held[rank, slots]).tolist()
+    if 0 in needs:
+        slots, needs = [slot for slot, need in zip(slots, needs, strict=True) if need], [n for n in needs if n]
+    if config.max_chunk_tokens is not None:
+        needs = [min(need, config.max_chunk_tokens) for need in needs]
+    chunks: list[Chunk] = []
+    judged_left = MOST_JUDGED_TOKENS
+    for slot, share in zip(slots, share_tokens(needs, num_rows), strict=True):
+        if batch.request_at(rank, slot).is_judged:
+            share = min(share, judged_left)
+            judged_left -= share
+        start, granted = int(batch.computed[rank, slot]), int(batch.granted[rank, slot])
+        # Decodes may have grown into blocks that this prompt was counted for: it takes what is left and goes on
+        # when they end or are preempted.
+        size = min(share, (granted + spare_blocks) * config.block_size - start)
+        if size <= 0:
+            continue
+        spare_blocks -= config.blocks_for(start + size) - granted
+        samples = start + size == int(batch.known[rank, slot])
+        chunks.append(Chunk(slot=slot, start=start, num_tokens=size, samples=samples))
+    return sorted(chunks, key=lambda chunk: chunk.slot)
 
 
 def held_slots(batch: BatchState) -> list[bytes]:
@@ -122,20 +152,26 @@ def commit(batch: BatchState, draft: StepDraft) -> list[bytes]:
     batch.version += 1
     draft.masks = take_masks(batch, draft)
     ranks, slots = np.nonzero(draft.growing)
-    places = [np.stack([ranks, slots, batch.granted[ranks, slots]])]  # [3, n] each
+    indices = batch.granted[ranks, slots]
     np.add(batch.computed, draft.decoding, out=batch.computed, casting="unsafe")
-    for rank, chunks in enumerate(draft.chunks):
-        for chunk in chunks:
-            end = chunk.start + chunk.num_tokens
-            batch.computed[rank, chunk.slot] = end
-            if chunk.samples:
-                batch.phase[rank, chunk.slot] = DECODE
-            indices = np.arange(int(batch.granted[rank, chunk.slot]), batch.config.blocks_for(end))
-            places.append(np.stack([np.full_like(indices, rank), np.full_like(indices, chunk.slot), indices]))
-    if len(places) == 1:
-        return batch.grant(*places[0])
-    merged = np.concatenate(places, axis=1)
-    return batch.grant(*merged[:, np.argsort(merged[0], kind="stable")])
+    run = [
+        (rank, chunk.slot, chunk.start + chunk.num_tokens, chunk.samples)
+        for rank, chunks in enumerate(draft.chunks)
+        for chunk in chunks
+    ]
+    if not run:
+        return batch.grant(ranks, slots, indices)
+    owners, places, ends, samples = np.array(run).T
+    batch.computed[owners, places] = ends
+    last = samples > 0
+    batch.phase[owners[last], places[last]] = DECODE
+    granted = batch.granted[owners, places].astype(np.int64)
+    more = -(-ends // batch.config.block_size) - granted
+    ranks = np.concatenate([ranks, np.repeat(owners, more)])
+    slots = np.concatenate([slots, np.repeat(places, more)])
+    indices = np.concatenate([indices, np.repeat(granted, more) + counting(more)])
+    order = np.argsort(ranks, kind="stable")
+    return batch.grant(ranks[order], slots[order], indices[order])
 
 
 def take_masks(batch: BatchState, draft: StepDraft) -> list[tuple[TokenMask, ...]]:

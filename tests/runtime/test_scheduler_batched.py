@@ -1,0 +1,154 @@
+"""What the scheduler does to many sequences at once is what it would do to one after another."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from moewe.runtime.scheduler import Request
+from moewe.runtime.scheduling import step as steps
+from moewe.runtime.scheduling.admission import RankLoads
+from moewe.runtime.scheduling.batch_state import DECODE, PREFILL, BatchState
+from tests.runtime.test_scheduler_random import SHAPES, config_of, random_request
+from tests.support.null_worker import NullEngine, make_request
+
+
+def arrays(batch: BatchState) -> list[list]:
+    pools = [part.tolist() for pool in batch.pools for part in (pool._stack, pool._used, pool.num_free)]
+    fields = ("phase", "sequence_id", "computed", "known", "limit", "granted", "held", "first", "free_blocks")
+    return [*pools, *(getattr(batch, name).tolist() for name in fields)]
+
+
+def filled(shape: str, seed: int) -> tuple[BatchState, list[Request]]:
+    """Return a batch after some steps, and the requests that run in it."""
+    config, rng = config_of(shape), random.Random(seed)
+    engine = NullEngine(config)
+    for number in range(20):
+        engine.add(random_request(rng, f"r{number}", config, float(number)))
+        engine.step()
+    batch = engine.scheduler._batch
+    return batch, [request for request in batch.requests if request is not None]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_slots_are_freed_together_as_one_after_another(shape: str) -> None:
+    for seed in range(4):
+        (together, leaving), (apart, others) = filled(shape, seed), filled(shape, seed)
+        assert arrays(together) == arrays(apart) and leaving
+        order = random.Random(seed).sample(range(len(leaving)), len(leaving))
+        together.vacate([leaving[i] for i in order])
+        for i in order:
+            apart.vacate([others[i]])
+        assert arrays(together) == arrays(apart)
+        assert [request.generated for request in leaving] == [request.generated for request in others]
+        together.check_invariants()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_prompts_that_run_whole_are_cut_as_those_that_share(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, whole = steps.draft_chunks, []
+
+    def both(batch: BatchState, *, decoding: np.ndarray, growing: np.ndarray) -> list:
+        chunks = draft(batch, decoding=decoding, growing=growing)
+        for rank in np.flatnonzero((batch.phase == PREFILL).any(1)).tolist():
+            rows = batch.config.max_num_batched_tokens - int(decoding[rank].sum())
+            blocks = int(batch.free_blocks[:, rank].min() - growing[rank].sum())
+            assert chunks[rank] == steps._shared_chunks(batch, rank, num_rows=rows, spare_blocks=blocks)
+            whole.append(all(chunk.samples for chunk in chunks[rank]))
+        return chunks
+
+    monkeypatch.setattr(steps, "draft_chunks", both)
+    config, rng = config_of(shape), random.Random(shape)
+    engine = NullEngine(config)
+    for number in range(40):
+        engine.add(random_request(rng, f"r{number}", config, float(number)))
+        engine.step()
+    engine.run()
+    assert any(whole) and (shape == "blocks of one" or not all(whole))
+
+
+def choose_by_looking(loads: RankLoads, prompt: list[int], worst: list[int]) -> int:
+    """Return the rank that `RankLoads.place` must take."""
+    open_to_it = []
+    for rank, free in enumerate(loads.free_slots):
+        groups = range(len(loads.num_blocks))
+        never_short = [loads.worst_blocks[rank][g] + worst[g] <= loads.num_blocks[g] for g in groups]
+        headroom = [loads.spare_blocks[rank][g] - prompt[g] > loads.num_sequences[rank] for g in groups]
+        if free and all(a or b for a, b in zip(never_short, headroom)):
+            open_to_it.append((loads.token_work[rank], rank))
+    return min(open_to_it)[1] if open_to_it else -1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_rank_with_least_work_and_room_takes_the_next(seed: int) -> None:
+    rng = random.Random(seed)
+    ranks, groups = rng.randint(1, 9), rng.randint(1, 2)
+    loads = RankLoads(
+        free_slots=[rng.randint(0, 3) for _ in range(ranks)],
+        spare_blocks=[[rng.randint(0, 20) for _ in range(groups)] for _ in range(ranks)],
+        num_sequences=[rng.randint(0, 5) for _ in range(ranks)],
+        worst_blocks=[[rng.randint(0, 20) for _ in range(groups)] for _ in range(ranks)],
+        token_work=[rng.randint(0, 4) for _ in range(ranks)],
+        num_blocks=[20] * groups,
+    )
+    for _ in range(30):
+        prompt = [rng.randint(0, 6) for _ in range(groups)]
+        worst = [blocks + rng.randint(0, 6) for blocks in prompt]
+        expected = choose_by_looking(loads, prompt, worst)
+        assert loads.place(prompt_blocks=prompt, worst_blocks=worst, token_work=rng.randint(0, 5)) == expected
+
+
+def test_updates_are_of_their_step_and_not_of_who_comes_later() -> None:
+    engine = NullEngine(config_of("one rank"), depth=1)
+    engine.add(make_request("a", 3, 9))
+    engine.step()
+    plan = engine.scheduler.schedule()
+    engine.submit(plan)
+    applied = []
+    apply = engine.scheduler.apply
+    engine.scheduler.apply = lambda result: applied.append(apply(result)) or applied[-1]
+    engine.collect()
+    (updates,) = applied
+    assert len(updates) == 1 and updates[0].token_ids == engine.tokens["a"][-1:]
+    engine.scheduler.abort("a")
+    assert updates[0].request.request_id == "a", "what was looked at once stays"
+
+    engine.add(make_request("b", 3, 9))
+    engine.step()
+    plan = engine.scheduler.schedule()
+    result = [rank.run(plan.header, part) for rank, part in zip(engine.ranks, plan.ranks)]
+    from moewe.runtime.plan import StepResult
+
+    late = apply(StepResult(step=plan.header.step, ranks=tuple(result)))
+    engine.scheduler.abort("b")
+    with pytest.raises(AssertionError, match="until slots had changed hands"):
+        list(late)
+
+
+def test_steps_book_tokens_without_a_look_at_any_request() -> None:
+    engine = NullEngine(config_of("many ranks", max_num_seqs=3, max_num_batched_tokens=64))
+    requests = [make_request(f"r{i}", 2, 40) for i in range(20)]
+    for request in requests:
+        engine.scheduler.add(request)
+        engine.tokens[request.request_id] = []
+    for _ in range(4):
+        engine.step()
+    batch = engine.scheduler._batch
+    assert (batch.phase == DECODE).sum() == 20
+
+    class Untouchable(list):
+        def __getitem__(self, at: object) -> object:
+            assert isinstance(at, slice), "a step looked at a request"
+            return super().__getitem__(at)
+
+    batch.requests = Untouchable(batch.requests)
+    for _ in range(5):
+        plan = engine.scheduler.schedule()
+        engine.in_flight.append(plan)
+        plan = engine.in_flight.popleft()
+        results = [rank.run(plan.header, part) for rank, part in zip(engine.ranks, plan.ranks)]
+        from moewe.runtime.plan import StepResult
+
+        assert len(engine.scheduler.apply(StepResult(step=plan.header.step, ranks=tuple(results)))) == 20
