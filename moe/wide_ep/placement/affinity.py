@@ -41,3 +41,18 @@ def above_chance(pairs: np.ndarray) -> np.ndarray:
     excess: np.ndarray = pairs - np.outer(weight, weight) / total
     np.fill_diagonal(excess, 0)
     return excess
+
+
+def pairs_of_groups(load: np.ndarray, num_groups: int) -> np.ndarray | None:
+    """Return what `coactivation` would tell of a router that picks few groups a token, up to a factor; None for one.
+
+    Args:
+        load: [E], tokens that each expert gets.
+        num_groups: equal runs of experts.
+    """
+    if num_groups == 1:
+        return None
+    group = np.arange(len(load)) // (len(load) // num_groups)
+    pairs: np.ndarray = np.outer(load, load) * (group[:, None] == group)
+    np.fill_diagonal(pairs, 0)
+    return pairs

@@ -11,12 +11,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from ....topologies import slot_ranges
-from .affinity import above_chance
+from .affinity import above_chance, pairs_of_groups
 from .baselines import linear_placement
 from .packing import pack_ranks
 from .record import ExpertPlacement, placement_of
 from .replication import count_replicas
-from .spread import group_homes, served_by, spread_over_domains
+from .spread import served_by, spread_over_domains
+
+# How hot an expert must be, in means of a rank, to be cut before others get a replica in every domain. Smaller pieces
+# are easier to pack where ranks have few slots, but leave fewer slots that keep rows in their domain.
+_HOT = (0.5, 0.25)
+_EVEN_ENOUGH = 1.05
+_WORTH_IT = 0.02
 
 
 def balanced_placement(
@@ -34,7 +40,8 @@ def balanced_placement(
         num_redundant: slots of the group beside the E that hold every expert once.
         domains: the domain of each rank; its length is W.
         coactivation: [L, E, E], how many tokens chose both of two experts; None: not known.
-        num_groups: equal runs of experts of which the router picks few a token; each is kept in one domain.
+        num_groups: equal runs of experts of which the router picks few a token, so that those of one fire together;
+            used where `coactivation`, which knows it better, is None.
 
     Raises:
         ValueError: names what does not fit.
@@ -53,8 +60,9 @@ def balanced_placement(
     rank_domain = np.unique(np.asarray(domains), return_inverse=True)[1]
     slots = np.empty((num_layers, num_experts + num_redundant), np.int32)
     for layer in range(num_layers):
-        affinity = None if coactivation is None else above_chance(coactivation[layer])
-        slots[layer] = _fill_slots(load[layer], counts, rank_domain, affinity, num_groups)
+        pairs = coactivation[layer] if coactivation is not None else pairs_of_groups(load[layer], num_groups)
+        affinity = None if pairs is None else above_chance(pairs)
+        slots[layer] = _fill_slots(load[layer], counts, rank_domain, affinity)
     return placement_of(slots, num_experts, ranges, domains=tuple(domains), load=load)
 
 
@@ -78,20 +86,24 @@ def first_placement(
 
 
 def _fill_slots(
-    load: np.ndarray, counts: np.ndarray, rank_domain: np.ndarray, affinity: np.ndarray | None, num_groups: int
+    load: np.ndarray, counts: np.ndarray, rank_domain: np.ndarray, affinity: np.ndarray | None
 ) -> np.ndarray:
     """Return the expert of each slot of one layer: [P]."""
     num_domains = int(rank_domain.max()) + 1
-    replicas = count_replicas(load, int(counts.sum()), len(counts), num_domains)
-    capacity = np.bincount(rank_domain, counts, num_domains).astype(np.int64)
     domain_ranks = np.bincount(rank_domain, minlength=num_domains)
-    homes = None
-    if num_groups > 1 and num_domains > 1:
-        homes = group_homes(load, num_groups, capacity, domain_ranks)
-    copies = spread_over_domains(load, replicas, capacity, domain_ranks, affinity=affinity, homes=homes)
-    served = load[:, None] * served_by(copies, domain_ranks / domain_ranks.sum())  # [E, N]
-    ranks = pack_ranks(served / np.maximum(copies, 1), copies, rank_domain, counts)
-    return np.array([expert for held in ranks for expert in held], np.int32)
+    capacity = np.bincount(rank_domain, counts, num_domains).astype(np.int64)
+    best, least = None, np.inf
+    for hot in _HOT:
+        replicas = count_replicas(load, int(counts.sum()), len(counts), num_domains, hot=hot)
+        copies = spread_over_domains(load, replicas, capacity, domain_ranks, affinity=affinity)
+        served = load[:, None] * served_by(copies, domain_ranks / domain_ranks.sum())  # [E, N]
+        packed = pack_ranks(served / np.maximum(copies, 1), copies, rank_domain, counts)
+        if best is None or packed.imbalance < least - _WORTH_IT:
+            best, least = packed.experts, packed.imbalance
+        if num_domains == 1 or least <= _EVEN_ENOUGH:
+            break
+    assert best is not None
+    return np.array([expert for held in best for expert in held], np.int32)
 
 
 def _checked(load: np.ndarray, num_redundant: int, num_ranks: int, num_groups: int) -> np.ndarray:

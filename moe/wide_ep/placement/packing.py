@@ -6,19 +6,32 @@ Pure; units: load in tokens per replica. E experts, N domains, P slots, W ranks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 _SWAPS_PER_RANK = 8
 
 
-def pack_ranks(
-    load: np.ndarray, copies: np.ndarray, rank_domain: np.ndarray, slot_counts: np.ndarray
-) -> list[list[int]]:
-    """Return the experts of each rank, ascending.
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """What stands on ranks.
+
+    Attributes:
+        experts: of each rank, ascending.
+        imbalance: load of the fullest rank / mean; 1.0 without load.
+    """
+
+    experts: list[list[int]]
+    imbalance: float
+
+
+def pack_ranks(load: np.ndarray, copies: np.ndarray, rank_domain: np.ndarray, slot_counts: np.ndarray) -> Packed:
+    """Give every replica a rank.
 
     Heaviest replica first onto the emptiest rank of its domain that has a slot left and not the same expert; then the
-    fullest rank swaps with another of its domain while that makes it emptier. No rank holds an expert twice unless an
-    expert has more replicas than there are ranks.
+    fullest rank swaps with another of its domain while that makes it emptier. No rank holds an expert twice unless
+    there are more slots than experts times ranks.
 
     Args:
         load: [E, N], what one replica of each expert gets in each domain.
@@ -26,16 +39,16 @@ def pack_ranks(
         rank_domain: [W], the domain of each rank, counted from 0.
         slot_counts: [W], slots of each rank, within one of each other.
     """
-    packed = _Ranks(len(copies), slot_counts, rank_domain)
-    twice = copies.sum(1) > len(slot_counts)  # [E], must stand twice on some rank
+    ranks = _Ranks(len(copies), slot_counts, rank_domain)
+    may_repeat = int(slot_counts.sum()) > len(copies) * len(slot_counts)  # then some rank must hold an expert twice
     expert, domain = np.nonzero(copies)
     number = copies[expert, domain]
     expert, domain = np.repeat(expert, number), np.repeat(domain, number)
     weight = load[expert, domain]
     for item in np.lexsort((domain, expert, -weight)):
-        packed.place(int(expert[item]), float(weight[item]), int(domain[item]), may_repeat=bool(twice[expert[item]]))
-    packed.even_out()
-    return packed.experts()
+        ranks.place(int(expert[item]), float(weight[item]), int(domain[item]), may_repeat=may_repeat)
+    ranks.even_out()
+    return ranks.packed()
 
 
 class _Ranks:
@@ -119,9 +132,12 @@ class _Ranks:
             self._move(int(mine[i]), other)
             self._move(int(theirs[j]), full)
 
-    def experts(self) -> list[list[int]]:
-        """Return the experts of each rank, ascending."""
+    def packed(self) -> Packed:
+        """Return the outcome."""
         held: list[list[int]] = [[] for _ in self._load]
         for expert, rank in zip(self._expert, self._rank):
             held[rank].append(expert)
-        return [sorted(each) for each in held]
+        mean = float(self._load.mean())
+        return Packed(
+            experts=[sorted(each) for each in held], imbalance=float(self._load.max()) / mean if mean else 1.0
+        )

@@ -9,15 +9,13 @@ import heapq
 
 import numpy as np
 
-# An expert is cut until no replica of it gets more than this times the mean of a rank. Smaller pieces are easy to pack,
-# and traffic of the next minutes moves them less; slots that are left serve domains that have no replica yet.
-_HOT = 0.5
 
-
-def count_replicas(load: np.ndarray, num_slots: int, num_ranks: int, num_domains: int = 1) -> np.ndarray:
+def count_replicas(
+    load: np.ndarray, num_slots: int, num_ranks: int, num_domains: int = 1, *, hot: float = 0.5
+) -> np.ndarray:
     """Return how many replicas each expert gets: [E] i64, at least 1 each, `num_slots` together.
 
-    Redundant slots go first to experts that are too heavy for a rank, then to the heaviest that have no replica in
+    Redundant slots go first to experts that are hot for a rank, then to the heaviest that have no replica in
     every domain (each replica more keeps 1 / num_domains of an expert's rows at home), then again to the heaviest by
     load of a replica. No expert gets more replicas than there are ranks unless slots are left otherwise.
 
@@ -26,6 +24,7 @@ def count_replicas(load: np.ndarray, num_slots: int, num_ranks: int, num_domains
         num_slots: P >= E.
         num_ranks: W.
         num_domains: domains that the ranks stand in.
+        hot: an expert is cut until no replica of it gets more than this times the mean of a rank.
 
     Example:
         >>> count_replicas(np.array([9.0, 2.0, 1.0]), 5, 2).tolist()
@@ -35,7 +34,7 @@ def count_replicas(load: np.ndarray, num_slots: int, num_ranks: int, num_domains
     replicas = np.ones(num_experts, np.int64)
     left = num_slots - num_experts
     most = max(num_ranks, -(-num_slots // num_experts))
-    left -= _cut(replicas, load, left, most, floor=_HOT * load.sum() / num_ranks)
+    left -= _cut(replicas, load, left, most, floor=hot * load.sum() / num_ranks)
     for expert in np.argsort(-load, kind="stable"):
         more = min(left, num_domains - int(replicas[expert]))
         if more > 0:

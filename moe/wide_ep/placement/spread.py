@@ -19,12 +19,11 @@ def spread_over_domains(
     domain_ranks: np.ndarray,
     *,
     affinity: np.ndarray | None = None,
-    homes: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return how many replicas of each expert stand in each domain: [E, N] i64.
 
-    Heaviest replicas first, each into a domain that has none of its expert yet: into its home if it has one, else where
-    the experts stand that fire together with it, else into the emptiest.
+    Heaviest replicas first, each into a domain that has none of its expert yet: where the experts stand that fire
+    together with it, as long as the domain can keep to its part of the load, else into the emptiest.
 
     Args:
         load: [E], tokens that each expert gets.
@@ -32,51 +31,21 @@ def spread_over_domains(
         capacity: [N], slots of each domain; together as many as replicas.
         domain_ranks: [N], ranks of each domain.
         affinity: [E, E], how much more often than by chance two experts fire together; None: not known.
-        homes: [E], the domain of each expert's first replica, -1 for any; None: all -1.
     """
     assert int(capacity.sum()) == int(replicas.sum()), (capacity, replicas.sum())
     num_experts, num_domains = len(load), len(capacity)
-    homes = np.full(num_experts, -1) if homes is None else homes
     copies = np.zeros((num_experts, num_domains), np.int64)
     if num_domains == 1:
         copies[:, 0] = replicas
         return copies
     state = _Domains(load, capacity, domain_ranks, copies, affinity)
-    reserved = np.bincount(homes[homes >= 0], minlength=num_domains)
     for expert in np.lexsort((np.arange(num_experts), -load / replicas)):
-        home = int(homes[expert])
-        if home >= 0:
-            reserved[home] -= 1
-            state.put(expert, home)
-        for _ in range(int(replicas[expert]) - (home >= 0)):
-            state.put(expert, state.best(expert, reserved, load[expert] / replicas[expert]))
+        for _ in range(int(replicas[expert])):
+            state.put(expert, state.best(expert, load[expert] / replicas[expert]))
         state.close(expert)
     if affinity is not None:
-        _swap(state, load, np.flatnonzero((replicas == 1) & (homes < 0)), affinity)
+        _swap(state, load, np.flatnonzero(replicas == 1), affinity)
     return copies
-
-
-def group_homes(load: np.ndarray, num_groups: int, capacity: np.ndarray, domain_ranks: np.ndarray) -> np.ndarray:
-    """Return a home domain for every expert so that groups of the router stay whole: [E] i64.
-
-    A token of group-limited routing touches few groups, so it leaves for few domains. Heaviest group first, into the
-    emptiest domain that has room for all of it; a group that fits nowhere is cut where a domain is full.
-    """
-    size = len(load) // num_groups
-    homes = np.full(len(load), -1)
-    room, full = capacity.copy(), np.zeros(len(capacity))
-    group_load = load.reshape(num_groups, size).sum(1)
-    for group in np.argsort(-group_load, kind="stable"):
-        fits = np.flatnonzero(room >= size)
-        first, left = int(group) * size, size
-        while left:
-            target = int(fits[np.argmin((full / domain_ranks)[fits])]) if fits.size else int(room.argmax())
-            taken = min(left, int(room[target]))
-            homes[first : first + taken] = target
-            room[target] -= taken
-            full[target] += load[first : first + taken].sum()
-            first, left = first + taken, left - taken
-    return homes
 
 
 class _Domains:
@@ -94,6 +63,7 @@ class _Domains:
         self.left = capacity.copy()
         self.part = domain_ranks / domain_ranks.sum()  # of all tokens
         self.target = load.sum() * self.part * (1 + _TOLERANCE)
+        self.coming = float(load.sum())  # load of experts that have no place yet
         self.domain_load = np.zeros(len(capacity))
         self.pull = np.zeros(copies.shape)  # [E, N], affinity of each expert to what a domain has
         self._affinity = affinity
@@ -103,16 +73,18 @@ class _Domains:
         self.copies[expert, domain] += 1
         self.left[domain] -= 1
 
-    def best(self, expert: int, reserved: np.ndarray, amount: float) -> int:
+    def best(self, expert: int, amount: float) -> int:
         """Return the domain for one more replica, which brings about `amount` of load."""
         here = self.copies[expert]
-        free = self.left - reserved > 0
+        free = self.left > 0
         if (free & (here < self.ranks)).any():
             free &= here < self.ranks
         density = np.where(free, here / self.ranks, np.inf)
         open_to = free & (density == density.min())
         fill = (self.domain_load + amount) / self.part
-        fits = open_to & (self.domain_load + amount <= self.target)
+        # The slots that stay free must be filled too, with replicas like those that are still to come.
+        light = max(0.0, self.coming - amount) / max(1, int(self.left.sum()) - 1)
+        fits = open_to & (self.domain_load + amount + (self.left - 1) * light <= self.target)
         if not fits.any():
             return int(np.where(open_to, fill, np.inf).argmin())
         pull = np.where(fits, self.pull[expert], -np.inf)
@@ -121,6 +93,7 @@ class _Domains:
     def close(self, expert: int) -> None:
         """Count what a placed expert brings to each domain."""
         served = served_by(self.copies[expert], self.part)
+        self.coming -= float(self.load[expert])
         self.domain_load += self.load[expert] * served
         if self._affinity is not None:
             self.pull += self._affinity[:, expert, None] * served
