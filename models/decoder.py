@@ -166,7 +166,7 @@ class Decoder:
         if self._native_storage is storage:
             return self._native
         self._native, self._native_storage = None, storage
-        if can_fuse(self._config, self._weights, storage):
+        if can_fuse(self._weights, storage):
             self._native = NativeLayers(
                 self._config,
                 self._weights,

@@ -2,13 +2,14 @@
 
 Not a measurement: `tests/models/test_footprint.py` holds it against tensors that were really loaded.
 Units: bytes of the number format that weights are held in; what a family keeps in fp32 counts as fp32, and quantised
-matrices count as stored. Those that are quantised at load count with their padding, fused ones part by part.
+matrices count as stored. Those that are quantised at load, and what is packed beside them, count with their padding,
+fused ones part by part.
 """
 
 from __future__ import annotations
 
 from ..kvcache.groups import CacheGroup
-from ..quant import NumberFormat, WeightScheme, down_scheme, head_scheme, parse_format
+from ..quant import NumberFormat, WeightScheme, down_scheme, head_scheme, packed_bytes, parse_format
 from ..topologies.footprint import ModelFootprint
 from ..topologies.kv_sizes import KVGroup
 from .config import ConfigError, ModelConfig
@@ -16,6 +17,7 @@ from .parameters import (
     EMBEDDING,
     HEAD,
     HEAD_BIAS,
+    Parameter,
     Parameters,
     attention_parameters,
     dense_parameters,
@@ -24,6 +26,7 @@ from .parameters import (
     global_parameters,
     is_down_of_all,
     is_quantized_at_load,
+    packed_by_head,
     router_parameters,
     shared_parameters,
 )
@@ -43,13 +46,16 @@ def model_footprint(
     """
     held, moe = _as_format(dtype), config.moe
 
+    def size_of(name: str, parameter: Parameter) -> int:
+        if scheme is not None and is_quantized_at_load(name):
+            return (down_scheme(scheme) if is_down_of_all(name) else scheme).num_bytes(*parameter.shape)
+        by_head = packed_by_head(name, parameter.shape)
+        if scheme is not None and by_head is not None:
+            return packed_bytes(*by_head)
+        return parameter.num_bytes(held.itemsize)
+
     def size(parameters: Parameters) -> int:
-        return sum(
-            (down_scheme(scheme) if is_down_of_all(name) else scheme).num_bytes(*parameter.shape)
-            if scheme is not None and is_quantized_at_load(name)
-            else parameter.num_bytes(held.itemsize)
-            for name, parameter in parameters.items()
-        )
+        return sum(size_of(name, parameter) for name, parameter in parameters.items())
 
     whole = global_parameters(config)
     embedding = {EMBEDDING: whole.pop(EMBEDDING)}

@@ -2,7 +2,8 @@
 
 The product that would expand a latent to the keys of all heads is folded into the queries, and the one to values is
 applied to what attention returns; heads of K and V never exist. One form for prefill chunks and decode rows alike, so
-that how a prompt is cut cannot choose other arithmetic. Not an attention over heads (models/layers.py).
+that how a prompt is cut cannot choose other arithmetic. Not an attention over heads (models/layers.py); with packed
+weights whole layers do the same in native calls (models/native_latent.py).
 Shapes: T rows, D width, H heads, C = kv_rank, R = rope_dim, N = nope_dim, V = value_dim.
 """
 
@@ -13,7 +14,7 @@ import torch
 from ..attention.batch import AttentionBatch
 from ..attention.paged import paged_attention
 from ..kvcache import KVStorage
-from ..quant import linear
+from ..quant import PackedTensor, head_linear, linear
 from .config import ModelConfig
 from .layers import RowPositions, attention_options, rms_norm
 from .rotary import Rotary
@@ -36,6 +37,8 @@ class LatentAttentionBlock:
         self._latent, self._num_heads, self._layer, self._rotary = config.latent, config.num_heads, layer, rotary
         self._weights, self._o, self._o_bias = weights.latent, weights.o, weights.o_bias
         self._options = attention_options(config, weights)
+        keys = weights.latent.kv_b_k  # [H, N, C], or packed as what it is multiplied as: [H, C, N]
+        self._to_latent = keys if isinstance(keys, PackedTensor) else keys.transpose(1, 2)
 
     def __call__(
         self, x: torch.Tensor, positions: RowPositions, storage: KVStorage, batch: AttentionBatch
@@ -50,10 +53,10 @@ class LatentAttentionBlock:
         turned = self._rotary.rotate(torch.cat([q_rope, k_rope[:, None]], dim=1), positions.angles)
         q_rope, k_rope = turned.split_with_sizes([self._num_heads, 1], dim=1)
         storage.write(self._layer, torch.cat([latent[:, None], k_rope], dim=-1), None, batch.slot_mapping)
-        q_latent = torch.bmm(q_nope.transpose(0, 1), w.kv_b_k).transpose(0, 1)  # [T, H, C]
+        q_latent = head_linear(q_nope, self._to_latent)  # [T, H, C]
         q = torch.cat([q_latent, q_rope], dim=-1)  # [T, H, C + R]
         out = paged_attention(q, storage, self._layer, batch, self._options)  # [T, H, C]
-        values = torch.bmm(out.transpose(0, 1), w.kv_b_v.transpose(1, 2)).transpose(0, 1)  # [T, H, V]
+        values = head_linear(out, w.kv_b_v)  # [T, H, V]
         return linear(values.flatten(1), self._o, self._o_bias)
 
     def _queries(self, x: torch.Tensor) -> torch.Tensor:

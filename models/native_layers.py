@@ -1,6 +1,6 @@
 """All layers of a decoder in one native call, or the attention half of one: models/decoder.py runs either, or torch.
 
-Not kernels (native/csrc/layer.h joins them) and not latent attention, whose parts are called one by one. For packed
+Not kernels (native/csrc/layer.h joins them) and not the arguments of latent attention (native_latent.py). For packed
 weights, bf16 rows and a cache that native attention reads. The bits are those of the same operations one by one.
 Letters: T rows, D width, H query heads, Hkv KV heads, Dh head width, E experts, K top-k, S slots of this rank.
 """
@@ -24,10 +24,11 @@ from ..moe.native_route import RouteArgs
 from ..moe.wide_ep import Exchange, ShmExchange
 from ..native.library import load
 from ..quant import PackedTensor
-from ..quant.native_linear import LinearArgs
+from ..quant.native_linear import LinearArgs, linear_args
 from ..telemetry import RankProgress
 from .config import ModelConfig
 from .layers import RowPositions, attention_options
+from .native_latent import LatentArgs, LatentCall, is_packed, latent_widths
 from .native_norm import NativeNorm, NormArgs
 from .weights import LayerWeights, ModelWeights
 
@@ -41,12 +42,13 @@ class LayerArgs(ctypes.Structure):
         ("qkv", LinearArgs),
         ("o", LinearArgs),
         ("heads", QkvEpilogueArgs),
+        ("latent", LatentArgs),
         ("attention", AttentionArgs),
         ("route", RouteArgs),
         ("experts", ExpertFfnArgs),
         ("shared", ExpertFfnArgs),
         ("shared_gate", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("norm_after", "attention_group", "uses_temperature")),
+        *((name, ctypes.c_int32) for name in ("norm_after", "attention_group", "uses_temperature", "is_latent")),
     )
 
 
@@ -58,20 +60,19 @@ class StepArgs(ctypes.Structure):
         *(
             (name, ctypes.c_void_p)
             for name in (
-                "x", "added", "normed", "shared", "qkv", "q", "attended", "cos", "sin", "temperature", "attention",
-                "logits", "expert_ids", "slot_ids", "row_tokens", "rows_of", "offsets", "weights", "expert_rows",
-                "tokens_per_slot", "progress", "group", "group_row_tokens",
+                "x", "added", "normed", "shared", "qkv", "q", "attended", "kv", "q_latent", "values", "cos", "sin",
+                "temperature", "attention", "logits", "expert_ids", "slot_ids", "row_tokens", "rows_of", "offsets",
+                "weights", "expert_rows", "tokens_per_slot", "progress", "group", "group_row_tokens",
             )
         ),
         ("bytes_sent", ctypes.c_int64),
     )  # fmt: skip
 
 
-def can_fuse(config: ModelConfig, weights: ModelWeights, storage: KVStorage) -> bool:
+def can_fuse(weights: ModelWeights, storage: KVStorage) -> bool:
     """Tell whether the layers of a model can be run so."""
-    is_packed = all(isinstance(m, PackedTensor) for layer in weights.layers for m in (layer.qkv, layer.o))
     is_read = all(group.number_format.torch_dtype in KV_CODES for group in storage.groups)
-    return is_packed and is_read and config.latent is None and load() is not None
+    return is_read and load() is not None and all(map(_attention_is_packed, weights.layers))
 
 
 class NativeLayers:
@@ -207,15 +208,13 @@ class NativeLayers:
     def _make_buffers(self, num_rows: int) -> None:
         """Hold buffers for `num_rows` rows of a step."""
         config, step, moe = self._config, self._step, self._config.moe
-        width, heads = config.hidden_size, config.num_heads * config.head_dim
+        width = config.hidden_size
         top_k = moe.routing.top_k if moe is not None else 0
         experts = -(-moe.routing.num_experts // 16) * 16 if moe is not None else 0
         sizes: dict[str, tuple[int, torch.dtype]] = {
             "added": (width, torch.bfloat16),
             "shared": (width, torch.bfloat16),
-            "qkv": ((config.num_heads + 2 * config.num_kv_heads) * config.head_dim, torch.bfloat16),
-            "q": (heads, torch.bfloat16),
-            "attended": (heads, torch.bfloat16),
+            **{name: (size, torch.bfloat16) for name, size in self._attention_widths().items()},
             "logits": (experts, torch.float32),
             **dict.fromkeys(("expert_ids", "slot_ids", "row_tokens", "rows_of"), (top_k, torch.int32)),
             "weights": (top_k, torch.float32),
@@ -229,26 +228,31 @@ class NativeLayers:
             step.offsets = self._offsets.data_ptr()
         self._num_rows = num_rows
 
+    def _attention_widths(self) -> dict[str, int]:
+        """Return the numbers of a row in each buffer of attention."""
+        config = self._config
+        if config.latent is not None:
+            return latent_widths(config, config.latent)
+        heads = config.num_heads * config.head_dim
+        return {"qkv": heads + 2 * config.num_kv_heads * config.head_dim, "q": heads, "attended": heads}
+
     def _layer(self, number: int, weights: LayerWeights, moe: MoELayer | None) -> LayerArgs:
         config, attention = self._config, self._config.attention_of(number)
         options = attention_options(config, weights)
-        heads = QkvEpilogue(self._head_steps(number, weights), self.storage, number)
         call = NativeAttention(self.storage, number, options, config.num_heads)
-        self._kept += [weights, heads, call, options]
+        self._kept += [weights, call, options]
         args = LayerArgs(
             input_norm=self._norm(weights.input_norm, weights.input_norm_bias, config.residual_multiplier),
             ffn_norm=self._norm(
                 weights.post_attention_norm, weights.post_attention_norm_bias, config.residual_multiplier
             ),
-            qkv=_linear_args(weights.qkv, weights.qkv_bias),
-            o=_linear_args(weights.o, weights.o_bias),
-            heads=heads.args,
+            o=linear_args(weights.o, weights.o_bias),
             attention=call.args,
             norm_after=config.norm_after,
             attention_group=self.storage.group_of(number),
             uses_temperature=config.query_temperature is not None and not attention.rotary,
         )
-        args.heads.stride = args.qkv.out_stride
+        self._add_queries(args, number, weights)
         if moe is None:
             assert weights.dense is not None
             if isinstance(weights.dense.w13, PackedTensor):
@@ -261,6 +265,18 @@ class NativeLayers:
                 args.shared_gate = native.shared_gate.data_ptr()
             self._kept.append(native)
         return args
+
+    def _add_queries(self, args: LayerArgs, number: int, weights: LayerWeights) -> None:
+        """Fill in what makes queries, and what is kept of each row."""
+        if weights.latent is not None:
+            latent = LatentCall(self._config, weights.latent, self.storage, number)
+            args.latent, args.is_latent = latent.args, True
+            self._kept.append(latent)
+            return
+        heads = QkvEpilogue(self._head_steps(number, weights), self.storage, number)
+        args.qkv, args.heads = linear_args(weights.qkv, weights.qkv_bias), heads.args
+        args.heads.stride = args.qkv.out_stride
+        self._kept.append(heads)
 
     def _head_steps(self, number: int, weights: LayerWeights) -> HeadSteps:
         config, attention = self._config, self._config.attention_of(number)
@@ -291,9 +307,7 @@ class NativeLayers:
         return norm.args
 
 
-def _linear_args(weight: object, bias: torch.Tensor | None) -> LinearArgs:
-    assert isinstance(weight, PackedTensor)
-    outputs, inputs = weight.shape
-    return LinearArgs(
-        weight=weight.args, bias=None if bias is None else bias.data_ptr(), x_stride=inputs, out_stride=outputs
-    )
+def _attention_is_packed(layer: LayerWeights) -> bool:
+    """Tell whether all matrices of the attention of a layer are packed."""
+    makes_queries = isinstance(layer.qkv, PackedTensor) if layer.latent is None else is_packed(layer.latent)
+    return makes_queries and isinstance(layer.o, PackedTensor)

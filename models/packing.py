@@ -1,8 +1,8 @@
 """Put the loaded matrices of a rank into the tiles of native kernels: those of `quant.linear`, experts and the head.
 
 Not the packing itself (quant/packed.py) and not the quantising (quant/quantize.py): this says which matrices. What a
-checkpoint stores quantised stays as stored. So do norms, biases, routers, the factors of latent attention that are
-multiplied head by head, and an embedding that is not also the head. Units: bytes.
+checkpoint stores quantised stays as stored. So do norms, biases, routers, and an embedding that is not also the head.
+The factors of latent attention that are multiplied head by head are packed, never quantised. Units: bytes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class _Place:
     name: str
     gate_up: bool = False
     down_of_all: bool = False  # of an FFN that every token passes
+    by_head: bool = False  # a matrix a head, which is not quantised
+    transposed: bool = False  # rows are multiplied with its matrices the other way round
 
     @property
     def matrix(self) -> torch.Tensor | None:
@@ -32,11 +34,15 @@ class _Place:
 
     def pack(self) -> PackedTensor:
         # Nothing else may hold the matrix: it is overwritten, or its memory is free before the next one is packed.
-        packed = pack(getattr(self.owner, self.name), gate_up=self.gate_up, in_place=True)
+        matrix = getattr(self.owner, self.name)
+        packed = pack(_transpose(matrix) if self.transposed else matrix, gate_up=self.gate_up, in_place=True)
         setattr(self.owner, self.name, packed)
         return packed
 
     def quantize(self, scheme: WeightScheme) -> None:
+        if self.by_head:
+            self.pack()
+            return
         own = down_scheme(scheme) if self.down_of_all else scheme
         quantized = quantize(getattr(self.owner, self.name), own, gate_up=self.gate_up)
         setattr(self.owner, self.name, quantized)  # what it was made of is free, unless somebody else holds it
@@ -69,7 +75,7 @@ def pack_weights(weights: ModelWeights, on_packed: Callable[[int], None]) -> Non
 
 
 def quantize_layer(layer: LayerWeights, scheme: WeightScheme, on_packed: Callable[[int], None]) -> None:
-    """Quantise the matrices of `layer`, one after the other; for arguments see `pack_weights`."""
+    """Quantise the matrices of `layer`, or pack them, one after the other; for arguments see `pack_weights`."""
     for place in _layer_places(layer):
         if place.matrix is not None:
             num_bytes = place.matrix.nbytes
@@ -98,6 +104,8 @@ def _layer_places(layer: LayerWeights) -> Iterator[_Place]:
     if layer.latent is not None:
         for name in ("q", "q_a", "q_b", "kv_a"):
             yield _Place(layer.latent, name)
+        yield _Place(layer.latent, "kv_b_k", by_head=True, transposed=True)
+        yield _Place(layer.latent, "kv_b_v", by_head=True)
     ffns: list[object] = [layer.dense]
     if layer.moe is not None:
         ffns += [layer.moe.experts, layer.moe.shared]
@@ -107,3 +115,9 @@ def _layer_places(layer: LayerWeights) -> Iterator[_Place]:
         # One call runs both products: a quantised one beside a plain one stays with torch.
         if ffn is not None and all(place.matrix is not None for place in both):
             yield from both
+
+
+def _transpose(stack: torch.Tensor) -> torch.Tensor:
+    """Return the matrices of `stack` [S, N, K] the other way round, [S, K, N], in the same memory."""
+    turned = stack.transpose(1, 2).contiguous()
+    return stack.view(turned.shape).copy_(turned)

@@ -166,6 +166,13 @@ def is_quantized_at_load(name: str) -> bool:
     return kind == "weight" and module.endswith("_proj")
 
 
+def packed_by_head(name: str, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """Return (heads, outputs, inputs) of what latent attention multiplies head by head, None for all else."""
+    if name == "self_attn.kv_b_k.weight":  # queries are multiplied with it from the other side
+        return shape[0], shape[2], shape[1]
+    return (shape[0], shape[1], shape[2]) if name == "self_attn.kv_b_v.weight" else None
+
+
 def is_down_of_all(name: str) -> bool:
     """Return True for the down projection of an FFN that every token passes: of a dense layer, or shared."""
     return name in ("mlp.down_proj.weight", "mlp.shared.down_proj.weight")

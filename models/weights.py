@@ -64,15 +64,16 @@ class LatentWeights:
         q_a: [query_rank, D], q_a_norm: [query_rank], q_b: [H * (nope + rope), query_rank].
         kv_a: [kv_rank + rope, D], latent rows first.
         kv_a_norm: [kv_rank].
-        kv_b_k: [H, nope, kv_rank], from the latent to the keys of each head; never quantised.
+        kv_b_k: [H, nope, kv_rank], from the latent to the keys of each head; never quantised. Packed it is what queries
+            are multiplied with, [H, kv_rank, nope].
         kv_b_v: [H, value, kv_rank], from the latent to the values of each head; never quantised.
         q_a_bias: [query_rank], kv_a_bias: [kv_rank + rope].
     """
 
     kv_a: Matrix
     kv_a_norm: torch.Tensor
-    kv_b_k: torch.Tensor
-    kv_b_v: torch.Tensor
+    kv_b_k: torch.Tensor | PackedTensor
+    kv_b_v: torch.Tensor | PackedTensor
     q: Matrix | None = None
     q_a: Matrix | None = None
     q_a_norm: torch.Tensor | None = None

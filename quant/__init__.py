@@ -1,9 +1,9 @@
 """Number formats for weights and KV (level 1)."""
 
 from .formats import FORMATS, KV_FORMATS, SCALE_DTYPE, NumberFormat, parse_format, parse_kv_format
-from .linear import Matrix, dense, embedding_rows, linear, logits, num_bytes
+from .linear import Matrix, dense, embedding_rows, head_linear, linear, logits, num_bytes
 from .memory import empty_matrix
-from .packed import PackedTensor, can_pack, pack
+from .packed import PackedTensor, can_pack, pack, packed_bytes
 from .quantization import Quantization
 from .quantize import quantize
 from .schemes import WeightScheme, down_scheme, head_scheme, weight_scheme
@@ -28,11 +28,13 @@ __all__ = [
     "down_scheme",
     "embedding_rows",
     "empty_matrix",
+    "head_linear",
     "head_scheme",
     "linear",
     "logits",
     "num_bytes",
     "pack",
+    "packed_bytes",
     "parse_format",
     "parse_kv_format",
     "quantize",

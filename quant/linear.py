@@ -1,7 +1,7 @@
 """A matrix product whose weight may be quantised or packed, and the rows of an embedding that may be.
 
 Not a kernel: a packed weight goes to native_linear.py; a quantised one is dequantised to the dtype of the rows first,
-which is right on every device. Letters: T rows, D inputs, N outputs.
+which is right on every device. Letters: T rows, H heads, D inputs, N outputs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .native_linear import native_linear
+from .native_linear import native_head_linear, native_linear
 from .packed import PackedTensor
 from .tensor import QuantTensor
 
@@ -31,6 +31,13 @@ def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) ->
     if isinstance(weight, PackedTensor):
         return native_linear(x, weight, bias)
     return F.linear(x, dense(weight, x.dtype), bias)
+
+
+def head_linear(x: torch.Tensor, weight: torch.Tensor | PackedTensor) -> torch.Tensor:
+    """Return x[:, h] weight[h]^T of every head: x [T, H, D], weight [H, N, D] -> [T, H, N] in the dtype of `x`."""
+    if isinstance(weight, PackedTensor):
+        return native_head_linear(x, weight)
+    return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
 
 def logits(

@@ -197,6 +197,11 @@ def column_tiles(rows: int, *, gate_up: bool) -> int:
     return 2 * -(-(rows // 2) // _ROWS) if gate_up else -(-rows // _ROWS)
 
 
+def packed_bytes(stack: int, rows: int, columns: int) -> int:
+    """Return what `stack` matrices [rows, columns] of bf16 take when they are packed, padding included."""
+    return stack * column_tiles(rows, gate_up=False) * _ROWS * -(-columns // _DEPTH) * _DEPTH * 2
+
+
 def call(name: str, args: ctypes.Structure) -> None:
     """Call a function of the native kernels, which must be there."""
     library = load()

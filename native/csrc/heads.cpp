@@ -14,17 +14,6 @@ void round_all(float* values, int64_t width) {  // may round what stands behind,
   for (int64_t i = 0; i < width; i += 16) f32x16::load(values + i).rounded().store(values + i);
 }
 
-// RMSNorm of `width` elements: rounded before the weights, if there are any, and after.
-void norm_part(float* values, int64_t width, const bf16* weights, float eps) {
-  const f32x16 factor(inverse_rms(values, width, eps));
-  for (int64_t i = 0; i < width; i += 16) {
-    const int n = static_cast<int>(std::min<int64_t>(16, width - i));
-    f32x16 here = (f32x16::load(values + i, n) * factor).rounded();
-    if (weights) here = (here * f32x16::load(weights + i, n)).rounded();
-    here.store(values + i, n);
-  }
-}
-
 void norm_heads(const QkvEpilogue& a, float* values) {
   const int64_t queries = a.heads, all = a.heads + a.kv_heads, width = a.head_dim;
   if (a.head_norm == kAllHeads) {
@@ -68,6 +57,16 @@ void do_row(const QkvEpilogue& a, int64_t row, float* values) {
 }
 
 }  // namespace
+
+void norm_part(float* values, int64_t width, const bf16* weights, float eps) {
+  const f32x16 factor(inverse_rms(values, width, eps));
+  for (int64_t i = 0; i < width; i += 16) {
+    const int n = static_cast<int>(std::min<int64_t>(16, width - i));
+    f32x16 here = (f32x16::load(values + i, n) * factor).rounded();
+    if (weights) here = (here * f32x16::load(weights + i, n)).rounded();
+    here.store(values + i, n);
+  }
+}
 
 void rotate_heads(float* values, int64_t heads, int64_t head_dim, int64_t width, bool interleaved, const float* cos,
                   const float* sin) {

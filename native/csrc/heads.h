@@ -36,6 +36,9 @@ struct QkvEpilogue {
 
 void qkv_epilogue(Team& team, const QkvEpilogue& args);
 
+// RMSNorm of `width` elements in place: rounded before the weights, if there are any, and after.
+void norm_part(float* values, int64_t width, const bf16* weights, float eps);
+
 // Turns the first `width` of each of `heads` heads, `head_dim` apart, in place: in f32, not rounded.
 void rotate_heads(float* values, int64_t heads, int64_t head_dim, int64_t width, bool interleaved, const float* cos,
                   const float* sin);

@@ -37,14 +37,10 @@ void run_linear(Team& team, const Linear& fixed, const Step& step, const bf16* x
   linear(team, args);
 }
 
-void attention_half(Team& team, const Layer& layer, const Step& step, bool has_added, void* scratch) {
-  const bf16* x = step.x;
-  if (!layer.norm_after) {
-    norm_rows(team, layer.input_norm, step, has_added ? step.added : nullptr, step.normed);
-    x = step.normed;
-  }
+// Queries of all heads, and K and V of each row where they are kept.
+void make_heads(Team& team, const Layer& layer, const Step& step, const AttentionStep& batch, const bf16* x,
+                void* scratch) {
   run_linear(team, layer.qkv, step, x, step.qkv, scratch);
-  const AttentionStep& batch = step.attention[layer.attention_group];
   QkvEpilogue heads = layer.heads;
   heads.qkv = step.qkv;
   heads.q = step.q;
@@ -54,12 +50,61 @@ void attention_half(Team& team, const Layer& layer, const Step& step, bool has_a
   heads.sin = heads.rotary_dim ? step.sin : nullptr;
   heads.temperature = layer.uses_temperature ? step.temperature : nullptr;
   qkv_epilogue(team, heads);
+}
+
+void run_heads(Team& team, const HeadLinear& fixed, const Step& step, const bf16* x, bf16* out) {
+  HeadLinear args = fixed;
+  args.x = x;
+  args.out = out;
+  args.rows = step.rows;
+  head_linear(team, args);
+}
+
+// The same of latent attention, whose queries see one head that all of them share.
+void make_latents(Team& team, const Latent& latent, const Step& step, const AttentionStep& batch, const bf16* x,
+                  void* scratch) {
+  run_linear(team, latent.kv, step, x, step.kv, scratch);
+  if (latent.q_down.weight.rows) {
+    run_linear(team, latent.q_down, step, x, step.q_latent, scratch);
+    Norm args = latent.q_norm;
+    args.x = args.out = step.q_latent;
+    args.rows = step.rows;
+    norm(team, args);
+    x = step.q_latent;
+  }
+  run_linear(team, latent.q, step, x, step.qkv, scratch);
+  LatentRows rows = latent.rows;
+  rows.kv = step.kv;
+  rows.queries = step.qkv;
+  rows.q = step.q;
+  rows.slots = batch.slots;
+  rows.cos = step.cos;
+  rows.sin = step.sin;
+  rows.rows = step.rows;
+  latent_rows(team, rows);
+  run_heads(team, latent.to_latent, step, step.qkv, step.q);
+}
+
+void attention_half(Team& team, const Layer& layer, const Step& step, bool has_added, void* scratch) {
+  const bf16* x = step.x;
+  if (!layer.norm_after) {
+    norm_rows(team, layer.input_norm, step, has_added ? step.added : nullptr, step.normed);
+    x = step.normed;
+  }
+  const AttentionStep& batch = step.attention[layer.attention_group];
+  if (layer.is_latent) make_latents(team, layer.latent, step, batch, x, scratch);
+  else make_heads(team, layer, step, batch, x, scratch);
   Attention args = layer.attention;
   args.q = step.q;
   args.out = step.attended;
   args.step = &batch;
   attention(team, args);
-  run_linear(team, layer.o, step, step.attended, step.added, scratch);
+  const bf16* values = step.attended;
+  if (layer.is_latent) {
+    run_heads(team, layer.latent.to_values, step, step.attended, step.values);
+    values = step.values;
+  }
+  run_linear(team, layer.o, step, values, step.added, scratch);
   if (layer.norm_after) norm_rows(team, layer.input_norm, step, step.added, nullptr);
   else norm_rows(team, layer.ffn_norm, step, step.added, step.normed);
 }
@@ -106,7 +151,9 @@ int64_t fixed_scratch(const Layer& layer, const Step& step) {
     args.rows = step.rows;
     return linear_scratch(args);
   };
-  return std::max({int64_t{64}, of_linear(layer.qkv), of_linear(layer.o), ffn_scratch(layer.shared, step.rows)});
+  const Latent& latent = layer.latent;
+  return std::max({int64_t{64}, of_linear(layer.qkv), of_linear(layer.o), of_linear(latent.kv),
+                   of_linear(latent.q_down), of_linear(latent.q), ffn_scratch(layer.shared, step.rows)});
 }
 
 int64_t scratch_bytes(const Layer& layer, const Step& step) {

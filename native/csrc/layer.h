@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "experts.h"
 #include "heads.h"
+#include "latent.h"
 #include "linear.h"
 #include "norm.h"
 #include "routing.h"
@@ -17,11 +18,23 @@
 
 namespace moewe {
 
+// Latent attention: what makes queries and the row that is kept of a token, and its products a head.
+struct Latent {
+  Linear kv;           // [C + R]
+  Linear q_down;       // to a latent of their own that queries are made from; weight.rows = 0: they are made from x
+  Norm q_norm;         // of that latent
+  Linear q;            // [H * (N + R)]
+  LatentRows rows;
+  HeadLinear to_latent;  // from the N elements of a query to C
+  HeadLinear to_values;  // from the C elements that attention returns
+};
+
 // What is fixed: weights and switches. Pointers to rows, and numbers of rows, are filled in for each step.
 struct Layer {
   Norm input_norm, ffn_norm;
   Linear qkv, o;
   QkvEpilogue heads;
+  Latent latent;      // in place of `qkv` and `heads` where is_latent
   Attention attention;
   Route route;        // where experts > 0
   ExpertFfn experts;  // routed
@@ -30,6 +43,7 @@ struct Layer {
   int32_t norm_after;       // norms stand behind the blocks, not in front of them
   int32_t attention_group;  // which of the step's attention batches
   int32_t uses_temperature;  // of the step, on the queries
+  int32_t is_latent;
 };
 
 // What changes from step to step. Buffers are of the caller.
@@ -39,9 +53,12 @@ struct Step {
   bf16* added;     // [T, D]
   bf16* normed;    // [T, D]
   bf16* shared;    // [T, D]
-  bf16* qkv;       // [T, qkv stride]
-  bf16* q;         // [T, H, Dh]
-  bf16* attended;  // [T, H, Dv]
+  bf16* qkv;       // [T, qkv stride], or queries of latent attention: [T, H, N + R]
+  bf16* q;         // [T, H, Dh], Dh = C + R of latent attention
+  bf16* attended;  // [T, H, Dv], Dv = C of latent attention
+  bf16* kv;        // of latent attention: [T, C + R]
+  bf16* q_latent;  // [T, width of the latent of queries]
+  bf16* values;    // [T, H, elements of a value]
   const float* cos;          // [T, R]
   const float* sin;
   const float* temperature;  // [T] for layers without rotary, or null

@@ -1,8 +1,7 @@
 """The bitwise class of native kernels: tokens and logits of a request are the same to the last bit, whatever else runs.
 
 Alone or in a batch, in chunks of any size, after preemption, at EP1, EP2 and EP4, with one thread or two, greedy or
-seeded, with KV in every format (decision 014 says what is outside: latent attention's products, and activations in
-other number formats).
+seeded, with KV in every format, over heads of K and V and over latents (decision 017 says what is outside).
 """
 
 from __future__ import annotations
@@ -25,16 +24,29 @@ from tests.support.setups import Setup
 pytestmark = needs_native
 
 # Heads with a norm and experts in all layers; sinks, windows and biases; shared experts and a dense layer; parallel
-# dense weights; norms behind the blocks.
-FAMILIES = ["T-QW3", "T-GLM-demo", "T-OLM"]
-SLOW_FAMILIES = ["T-GOS", "T-MIX", "T-QW2", "T-GRA", "T-FLX", "T-LL4", "T-ERN", "T-MM2", "T-PHI"]
+# dense weights; norms behind the blocks; latents.
+FAMILIES = ["T-QW3", "T-GLM-demo", "T-OLM", "T-DS3"]
+SLOW_FAMILIES = [
+    "T-GOS",
+    "T-MIX",
+    "T-QW2",
+    "T-GRA",
+    "T-FLX",
+    "T-LL4",
+    "T-ERN",
+    "T-MM2",
+    "T-PHI",
+    "T-DS2",
+    "T-DS2-groups",
+    "T-GLL",
+]
 CASES = [
     *((name, "auto") for name in FAMILIES),
     ("T-GOS", "fp8"),
     *(pytest.param(name, "auto", marks=pytest.mark.slow) for name in SLOW_FAMILIES),
     *(
         pytest.param(name, kv_cache_dtype, marks=pytest.mark.slow)
-        for name, kv_cache_dtype in zip([*FAMILIES, *SLOW_FAMILIES], ["fp8", "int8"] * 6)
+        for name, kv_cache_dtype in zip([*FAMILIES, *SLOW_FAMILIES], ["fp8", "int8"] * 8)
     ),
 ]
 PROMPTS = [random_prompt(length, seed=length) for length in (37, 5, 20, 1, 64)]

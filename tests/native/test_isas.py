@@ -9,10 +9,12 @@ from tests.support.native import needs_native, run_tests_on
 
 FILES = (
     "tests/quant/test_packed.py",
+    "tests/quant/test_head_linear.py",
     "tests/quant/test_quantize.py",
     "tests/quant/test_quantized_products.py",
     "tests/moe/test_native_experts.py",
     "tests/moe/test_quantized_experts.py",
+    "tests/models/test_native_latent.py",
 )
 
 

@@ -120,6 +120,7 @@ class Reference:
         self.same(held.kv_a_norm, f"{prefix}kv_a_layernorm.weight")
         kv_b = self.get(f"{prefix}kv_b_proj.weight")
         kv_b = kv_b.view(self.heads, -1, kv_b.shape[-1])
+        assert isinstance(held.kv_b_k, torch.Tensor) and isinstance(held.kv_b_v, torch.Tensor)
         self.equal(torch.cat([held.kv_b_k, held.kv_b_v], dim=1), kv_b)
 
     def same_ffn(self, held: DenseFFN, prefix: str) -> None:
