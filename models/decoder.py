@@ -275,7 +275,8 @@ class Decoder:
             native = self._native
             tokens_per_slot = native.tokens_per_slot if native is not None and native.whole else None
             self._pass_counts.add(counters, has_rows=num_rows > 0, tokens_per_slot=tokens_per_slot)
-        counters.add_bytes("exchange", self._exchange.bytes_sent())
+        traffic = self._exchange.take_traffic()
+        counters.add_exchange(traffic.num_bytes, traffic.seconds)
         if not num_rows:
             return
         counters.add_bytes("attention", self._attention_bytes)

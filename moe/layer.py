@@ -176,7 +176,7 @@ class MoELayer:
         self._tick()
         dispatched = self._exchange.dispatch(sent_TD, physical_ids_TK)
         self._tick()
-        self.tokens_per_slot = dispatched.tokens_per_slot
+        self.tokens_per_slot = dispatched.tokens_per_slot.cpu()
         rows_MD = self._run_experts(dispatched)
         shared_TD = self._shared_experts(x_TD) if num_tokens and self._shared is not None else None
         self._tick()
@@ -208,6 +208,8 @@ class MoELayer:
         return native_ffn_combine(x_TD, self._experts, self._activation, routed, shared=shared_TD)
 
     def _run_experts(self, dispatched: Dispatched) -> torch.Tensor:
+        if dispatched.is_padded:
+            return self._run_filled(dispatched)
         if not isinstance(self._experts.w13, PackedTensor):
             return grouped_ffn(dispatched.rows, dispatched.tokens_per_slot, self._experts, self._activation)
         return native_ffn(
@@ -218,6 +220,14 @@ class MoELayer:
             row_tokens=dispatched.row_tokens,
             out=self._exchange.output(dispatched.num_rows),
         )
+
+    def _run_filled(self, dispatched: Dispatched) -> torch.Tensor:
+        """Run the rows that stand for something; what comes of the others is never read."""
+        counts = dispatched.tokens_per_slot.cpu()
+        num_rows = int(counts.sum())
+        rows_MD = dispatched.source.new_empty(dispatched.num_rows, dispatched.source.shape[1])
+        rows_MD[:num_rows] = grouped_ffn(dispatched.rows[:num_rows], counts, self._experts, self._activation)
+        return rows_MD
 
     def _choose(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self._router_native is not None:

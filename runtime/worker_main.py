@@ -257,7 +257,7 @@ def build_worker(
         torch.set_num_threads(config.parallel.threads)
     if config.parallel.device.startswith("cuda"):
         torch.cuda.set_device(start.device_index)
-    placement = _placement(config, start.num_ranks)
+    placement = _placement(config)
     return Worker(
         config,
         rank=start.rank,
@@ -273,16 +273,22 @@ def build_hub(config: EngineConfig, num_ranks: int) -> ThreadHub:
     """Return the meeting place of ranks that are threads."""
     from ..moe.wide_ep.exchanges.threads import ThreadHub
 
-    return ThreadHub(_placement(config, num_ranks).slot_ranges)
+    return ThreadHub(_placement(config).slot_ranges)
 
 
-def _placement(config: EngineConfig, num_ranks: int) -> ExpertPlacement:
+def _placement(config: EngineConfig) -> ExpertPlacement:
     from ..models.families import load_config
-    from ..moe.wide_ep.placement import linear_placement
+    from ..moe.wide_ep.placement import first_placement
+    from ..topologies import RankGrid, parse_topology
 
     model = load_config(Path(config.model.path))
-    num_experts = model.moe.routing.num_experts if model.moe is not None else 0
-    return linear_placement(len(model.moe_layers), num_experts, num_ranks)
+    topology = parse_topology(config.parallel.topology)
+    return first_placement(
+        len(model.moe_layers),
+        model.moe.routing.num_experts if model.moe is not None else 0,
+        num_redundant=topology.red,
+        domains=RankGrid(topology, topology.num_ranks).domains(),
+    )
 
 
 def _join_exchange(
@@ -296,7 +302,8 @@ def _join_exchange(
         return hub.rank(start.rank)
     if start.exchange == "shm":
         return _join_memory(start, placement, progress)
-    from ..moe.wide_ep.exchanges.all_to_all import AllToAllExchange
+    from ..moe.wide_ep.exchanges import GroupShape, join_over_links
+    from ..moe.wide_ep.exchanges.links import DistributedLink
     from ..topologies.groups import init_group
 
     group = init_group(
@@ -306,7 +313,8 @@ def _join_exchange(
         device=start.config.parallel.device,
         timeout_s=GROUP_TIMEOUT_S,
     )
-    return AllToAllExchange(group, placement.slot_ranges, start.rank, progress)
+    shape = GroupShape(slot_ranges=placement.slot_ranges)
+    return join_over_links("all_to_all", shape, start.rank, lambda ranks: DistributedLink(group), progress=progress)
 
 
 def _join_memory(start: WorkerStart, placement: ExpertPlacement, progress: RankProgress) -> Exchange:

@@ -1,7 +1,16 @@
 """Counters, signs of life and memory of processes (level 0)."""
 
-from .counters import COMPONENTS, PHASES, RankCounters
+from .counters import COMPONENTS, PHASES, SCOPES, RankCounters
 from .memory import peak_of, peak_of_family
 from .progress import ProgressBoard, RankProgress
 
-__all__ = ["COMPONENTS", "PHASES", "ProgressBoard", "RankCounters", "RankProgress", "peak_of", "peak_of_family"]
+__all__ = [
+    "COMPONENTS",
+    "PHASES",
+    "SCOPES",
+    "ProgressBoard",
+    "RankCounters",
+    "RankProgress",
+    "peak_of",
+    "peak_of_family",
+]

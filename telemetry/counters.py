@@ -1,17 +1,20 @@
 """Counters that anyone may increment: bytes and tokens of one rank, by phase and component.
 
 Not an exporter and not a model of the hardware: numbers go in here and are read elsewhere.
-Units: bytes, seconds, tokens. Arrays: `bytes_moved` [phase, component] i64, `expert_tokens` [L_moe, P_local] i64.
+Units: bytes, seconds, tokens. Arrays: `bytes_moved` [phase, component] i64, `expert_tokens` [L_moe, P_local] i64,
+`exchange_bytes` i64 and `exchange_seconds` f64 [scope].
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 PHASES = ("prefill", "decode", "mixed", "idle")
 COMPONENTS = ("attention", "routed", "shared", "dense", "kv", "activations", "exchange")
+SCOPES = ("rank", "domain", "between")  # how far rows go: within the rank, within its domain, between domains
 _PHASE = {name: i for i, name in enumerate(PHASES)}
 _COMPONENT = {name: i for i, name in enumerate(COMPONENTS)}
 
@@ -29,6 +32,8 @@ class RankCounters:
     busy_seconds: np.ndarray = field(default_factory=lambda: np.zeros(len(PHASES), np.float64))
     steps: np.ndarray = field(default_factory=lambda: np.zeros(len(PHASES), np.int64))
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(len(PHASES), np.int64))
+    exchange_bytes: np.ndarray = field(default_factory=lambda: np.zeros(len(SCOPES), np.int64))
+    exchange_seconds: np.ndarray = field(default_factory=lambda: np.zeros(len(SCOPES), np.float64))
     expert_tokens: np.ndarray = field(init=False)
     unowned_ids: int = 0
     phase: int = _PHASE["idle"]
@@ -46,6 +51,12 @@ class RankCounters:
     def add_bytes(self, component: str, num_bytes: int) -> None:
         """Count `num_bytes` read from or written to memory (for `exchange`: put on the link) by `component`."""
         self._bytes[self.phase * len(COMPONENTS) + _COMPONENT[component]] += num_bytes
+
+    def add_exchange(self, num_bytes: Sequence[int], seconds: Sequence[float]) -> None:
+        """Count what an exchange moved and how long it took, an entry a scope; what left the rank was on a link."""
+        self.exchange_bytes += num_bytes
+        self.exchange_seconds += seconds
+        self.add_bytes("exchange", sum(num_bytes[1:]))
 
     def add_expert_tokens(self, tokens_per_slot: np.ndarray) -> None:
         """Count rows that reached each local slot of every MoE layer in one pass: [L_moe, P_local] i64."""

@@ -1,4 +1,4 @@
-"""The only creator of torch.distributed process groups; a group is one expert-parallel group, its ranks are positions.
+"""The only creator of torch.distributed process groups: one for an expert-parallel group, and those of parts of it.
 
 Not an exchange (moe.wide_ep) and not a launcher. Ranks of one host meet through a file, and only the loopback
 interface is used. Units: seconds. torch is imported when a group is made, not before.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,6 +54,34 @@ def init_group(*, rank: int, world_size: int, store_path: Path, device: str, tim
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def make_subgroups(
+    members: Sequence[Sequence[int]], *, rank: int, timeout_s: float
+) -> dict[tuple[int, ...], ProcessGroup]:
+    """Make a group of each list of ranks, within the group that was joined; return those that `rank` is in, by list.
+
+    A collective over all ranks: every one calls it with the same lists in the same order. A list of one rank gets none,
+    the list of all ranks is the group itself.
+
+    Args:
+        members: lists of ranks, ascending.
+        rank: of this process.
+        timeout_s: how long to wait for the others, here and in every collective.
+    """
+    import torch.distributed as dist
+
+    everybody = tuple(range(dist.get_world_size()))
+    groups: dict[tuple[int, ...], ProcessGroup] = {}
+    for ranks in dict.fromkeys(map(tuple, members)):
+        if len(ranks) == 1:
+            continue
+        # Others' groups have to be made here, too: torch.distributed counts them to tell them apart.
+        made = dist.group.WORLD if ranks == everybody else dist.new_group(list(ranks), timedelta(seconds=timeout_s))
+        if rank in ranks:
+            assert made is not None
+            groups[ranks] = made
+    return groups
 
 
 def destroy_group() -> None:

@@ -25,11 +25,13 @@ int32_t* ids(const ShmGroup& g, int rank) {
   return reinterpret_cast<int32_t*>(at(g, g.ids_at)) + rank * g.capacity * g.top_k;
 }
 
-int64_t now_ms() {
+int64_t now_ns() {
   timespec time;
   clock_gettime(CLOCK_MONOTONIC, &time);
-  return int64_t{1000} * time.tv_sec + time.tv_nsec / 1000000;
+  return int64_t{1000000000} * time.tv_sec + time.tv_nsec;
 }
+
+int64_t now_ms() { return now_ns() / 1000000; }
 
 void say(ShmLine& own, uint32_t& word, uint32_t value) {
   __atomic_store_n(&word, value, __ATOMIC_SEQ_CST);
@@ -59,10 +61,13 @@ bool wait_for(ShmLine& there, uint32_t& word, uint32_t value, int spins, int64_t
 }
 
 bool wait_all(ShmGroup& g, uint32_t ShmLine::*word, int64_t milliseconds) {
-  const int64_t deadline = milliseconds < 0 ? -1 : now_ms() + milliseconds;
-  for (int r = 0; r < g.ranks; ++r)
-    if (r != g.rank && !wait_for(line(g, r), line(g, r).*word, g.sequence, g.spins, deadline)) return false;
-  return true;
+  const int64_t begin = now_ns();
+  const int64_t deadline = milliseconds < 0 ? -1 : begin / 1000000 + milliseconds;
+  bool all = true;
+  for (int r = 0; r < g.ranks && all; ++r)
+    all = r == g.rank || wait_for(line(g, r), line(g, r).*word, g.sequence, g.spins, deadline);
+  g.waited_ns += now_ns() - begin;
+  return all;
 }
 
 // Rows and choices to where others read them; whole team. Only ranks that all left the last layer come here.
@@ -86,7 +91,7 @@ void announce(const ShmDispatch& a) {
 
 // From the choices of all ranks: the rows of this rank's slots, and where the answers to its own choices will stand.
 bool collect(ShmDispatch& a) {
-  const ShmGroup& g = *a.group;
+  ShmGroup& g = *a.group;
   const int32_t slots = g.slot_starts[g.ranks], first = g.slot_starts[g.rank], last = g.slot_starts[g.rank + 1];
   static thread_local std::vector<int32_t> next, own_next;  // where the next row of each slot goes: here, and ours
   next.assign(slots, 0);
@@ -122,7 +127,7 @@ bool collect(ShmDispatch& a) {
         foreign += r != g.rank;
       }
   }
-  int64_t readers = 0;  // pairs of a token and another rank that reads its row
+  int64_t readers = 0, stayed = 0;  // pairs of a token and another rank that reads its row; rows and results kept
   for (int64_t t = 0; t < a.tokens; ++t) {
     const int32_t* chosen = a.slot_ids + t * g.top_k;
     for (int k = 0; k < g.top_k; ++k) {
@@ -133,13 +138,17 @@ bool collect(ShmDispatch& a) {
       int owner = 0;
       while (chosen[k] >= g.slot_starts[owner + 1]) ++owner;
       a.row_of[t * g.top_k + k] = static_cast<int32_t>(owner * g.result_capacity + own_next[chosen[k]]++);
-      bool known = owner == g.rank;
+      bool known = false;
       for (int before = 0; before < k && !known; ++before)
         known = chosen[before] >= g.slot_starts[owner] && chosen[before] < g.slot_starts[owner + 1];
-      readers += !known;
+      if (owner == g.rank)
+        stayed += 1 + !known;
+      else
+        readers += !known;
     }
   }
   const int64_t choices = g.ranks > 1 ? a.tokens * g.top_k * static_cast<int64_t>(sizeof(int32_t)) : 0;
+  g.stayed += stayed * g.row_bytes;
   a.bytes_sent = (readers + foreign) * g.row_bytes + choices;
   return true;
 }

@@ -29,6 +29,8 @@ struct ShmGroup {
   int32_t ranks, rank, top_k;
   int32_t spins;      // looks at a line before sleeping
   uint32_t sequence;  // dispatches so far, counted here
+  int64_t stayed;     // bytes of rows and results of this rank that it reads itself, added up here
+  int64_t waited_ns;  // in meetings, added up here
 };
 
 struct ShmDispatch {

@@ -14,10 +14,11 @@ import torch
 from moewe.moe.experts import grouped_ffn
 from moewe.moe.gated import SILU, Activation, ExpertWeights
 from moewe.moe.layer import MoELayer, PassCounts
-from moewe.moe.reference import combine_reference, dispatch_reference, grouped_ffn_reference
+from moewe.moe.reference import grouped_ffn_reference
 from moewe.moe.routing import RoutingConfig
 from moewe.moe.routing.reference import route_reference
 from moewe.moe.wide_ep import Exchange, ExpertPlacement, LocalExchange, linear_placement
+from moewe.moe.wide_ep.exchanges.reference import combine_reference, dispatch_reference
 from moewe.telemetry import COMPONENTS, ProgressBoard, RankCounters
 from tests.support.numerics import assert_near, assert_same
 from tests.support.ranks import run_ranks

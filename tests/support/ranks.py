@@ -5,11 +5,11 @@ Not the runtime's launcher: no processes, no plans. Ranks are numbered from 0.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from moewe.moe.wide_ep import Exchange, LocalExchange, ThreadHub
+from tests.support.rank_calls import call_ranks
 
 Result = TypeVar("Result")
 
@@ -26,21 +26,4 @@ def run_ranks(slot_ranges: Sequence[tuple[int, int]], work: Callable[[int, Excha
 
 def run_threads(hub: ThreadHub, work: Callable[[int, Exchange], Result]) -> list[Result]:
     """As `run_ranks`, always through `hub`."""
-    results: dict[int, Result] = {}
-    failures: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = work(rank, hub.rank(rank))
-        except BaseException as failure:
-            failures.append(failure)
-            hub.abort(f"rank {rank}: {failure}")
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(hub.num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return [results[rank] for rank in range(hub.num_ranks)]
+    return call_ranks(hub.num_ranks, lambda rank: work(rank, hub.rank(rank)), hub.abort)

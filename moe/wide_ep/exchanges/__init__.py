@@ -2,17 +2,32 @@
 
 from .all_to_all import AllToAllExchange
 from .contract import Dispatched, Exchange
+from .group_shape import GroupShape, SlowRate
+from .hierarchical import HierarchicalExchange
+from .joining import OVER_LINKS, join_over_links, link_members
 from .local import LocalExchange
+from .padded import PaddedExchange
 from .shm import ShmExchange, ShmShape
+from .stepwise import StepwiseExchange
 from .threads import ThreadExchange, ThreadHub
+from .traffic import Traffic
 
 __all__ = [
+    "OVER_LINKS",
     "AllToAllExchange",
     "Dispatched",
     "Exchange",
+    "GroupShape",
+    "HierarchicalExchange",
     "LocalExchange",
+    "PaddedExchange",
     "ShmExchange",
     "ShmShape",
+    "SlowRate",
+    "StepwiseExchange",
     "ThreadExchange",
     "ThreadHub",
+    "Traffic",
+    "join_over_links",
+    "link_members",
 ]

@@ -1,8 +1,9 @@
 """The contract by which token rows travel to the ranks of their experts and back.
 
-Not an implementation: local.py, threads.py, shm.py, all_to_all.py hold them. Nothing here knows how
-`topk_weights` were made, nor what an expert computes.
-Letters: T tokens of this rank, D width, K top-k, M rows received, P_local expert slots of this rank.
+Not an implementation: local.py, threads.py, shm.py, all_to_all.py, hierarchical.py and padded.py are. Nothing here
+knows how `topk_weights` were made, nor what an expert computes.
+Letters: T tokens of this rank, D width, K top-k, M rows received, R rows that lie in `source`, P_local expert slots of
+this rank.
 """
 
 from __future__ import annotations
@@ -13,22 +14,26 @@ from typing import Any, Protocol
 
 import torch
 
+from .traffic import Traffic
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatched:
     """What arrived on this rank.
 
     Attributes:
-        source: [R, D] where the rows lie.
+        source: [R, D] where the rows lie; one that several experts here want lies there once.
         row_tokens: [M] i32, which row of `source` each sorted one is; None: `source` holds just them, in order.
-        tokens_per_slot: [P_local] i64 on the CPU, sums to M.
+        tokens_per_slot: [P_local] i64 on the CPU, sums to M; with `is_padded` on the device of the rows, to M at most.
         handle: what `combine` needs to bring rows home; opaque.
+        is_padded: rows after the last slot's stand for nothing, and nobody reads what comes of them.
     """
 
     source: torch.Tensor
     row_tokens: torch.Tensor | None = None
     tokens_per_slot: torch.Tensor
     handle: Any
+    is_padded: bool = False
 
     @cached_property
     def rows(self) -> torch.Tensor:
@@ -47,10 +52,13 @@ class Exchange(Protocol):
     Both methods are collectives: every rank calls each once per MoE layer per step, with T = 0 too.
     """
 
-    name: str
+    @property
+    def name(self) -> str:
+        """How a plan calls it."""
+        ...
 
     def dispatch(self, x: torch.Tensor, physical_ids: torch.Tensor) -> Dispatched:
-        """Send a copy of each row to the slots of its experts.
+        """Send each row to the slots of its experts.
 
         Args:
             x: [T, D].
@@ -72,10 +80,11 @@ class Exchange(Protocol):
             handle: from the dispatch of the same layer.
 
         Returns:
-            [T, D] in the dtype of `rows`: sum over ascending k in fp32, rounded once.
+            [T, D] in the dtype of `rows`: sum over ascending k in fp32, rounded once (`hierarchical` rounds the sum of
+            each domain, too).
         """
         ...
 
-    def bytes_sent(self) -> int:
-        """Bytes put on a link to other ranks since the last call (0 for a local exchange)."""
+    def take_traffic(self) -> Traffic:
+        """Return what this rank has moved since the last call."""
         ...

@@ -10,6 +10,7 @@ import torch
 
 from .contract import Dispatched
 from .pairs import SortedPairs, add_pairs, sort_pairs
+from .traffic import Traffic
 
 
 class LocalExchange:
@@ -38,6 +39,6 @@ class LocalExchange:
         """Add rows [M, D] back to their tokens; see `Exchange.combine`."""
         return add_pairs(rows, topk_weights, handle)
 
-    def bytes_sent(self) -> int:
-        """Return 0: nothing leaves the rank."""
-        return 0
+    def take_traffic(self) -> Traffic:
+        """Return nothing: rows are read where they lie."""
+        return Traffic()

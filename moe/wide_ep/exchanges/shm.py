@@ -22,6 +22,7 @@ from ....telemetry import RankProgress
 from .contract import Dispatched
 from .native_combine import native_combine
 from .pairs import SortedPairs, add_pairs
+from .traffic import IN_DOMAIN, SAME_RANK, Traffic, TrafficMeter
 
 _LINE_BYTES = 128  # `struct ShmLine`
 _PAGE = mmap.PAGESIZE
@@ -40,6 +41,7 @@ class _GroupArgs(ctypes.Structure):
         ("slot_starts", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("ranks", "rank", "top_k", "spins")),
         ("sequence", ctypes.c_uint32),
+        *((name, ctypes.c_int64) for name in ("stayed", "waited_ns")),
     )
 
 
@@ -170,7 +172,7 @@ class ShmExchange:
             spins=_SPINS if has_cores else _SPINS_WHERE_CORES_ARE_SHARED,
         )
         self._row_tokens = torch.empty(shape.result_capacity, dtype=torch.int32)  # of the last dispatch
-        self._bytes_sent = 0
+        self._meter = TrafficMeter()
 
     def dispatch(self, x: torch.Tensor, physical_ids: torch.Tensor) -> Dispatched:
         """Publish rows of `x` [T, D] and find those for this rank's slots; see `Exchange.dispatch`."""
@@ -195,7 +197,7 @@ class ShmExchange:
         self._wait(self._library.moewe_shm_wait_published)
         if self._library.moewe_shm_collect(ctypes.byref(args)):
             raise RuntimeError(f"a physical id names no expert slot; there are {int(self._starts[-1])}")
-        self._bytes_sent += args.bytes_sent
+        self._meter.count(IN_DOMAIN, args.bytes_sent)
         if self._progress is not None:
             self._progress.tick()
         row_tokens = self._row_tokens[: args.num_rows]
@@ -238,12 +240,15 @@ class ShmExchange:
 
     def count(self, num_bytes: int) -> None:
         """Book what native calls over `group` have sent."""
-        self._bytes_sent += num_bytes
+        self._meter.count(IN_DOMAIN, num_bytes)
 
-    def bytes_sent(self) -> int:
-        """Return the bytes that other ranks read of this one since the last call, each row once a rank."""
-        sent, self._bytes_sent = self._bytes_sent, 0
-        return sent
+    def take_traffic(self) -> Traffic:
+        """Return what this rank and others read of it since the last call, each row once a rank, and its waiting."""
+        group, meter = self.group, self._meter
+        meter.count(SAME_RANK, group.stayed)
+        meter.count_seconds(IN_DOMAIN, 1e-9 * group.waited_ns)
+        group.stayed = group.waited_ns = 0
+        return meter.take()
 
     def _wait(self, arrived: ctypes._FuncPointer) -> None:  # type: ignore[name-defined]
         # A rank that never comes is for the watchdog to judge: it ends this process.

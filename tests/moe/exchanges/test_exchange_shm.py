@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from moewe.moe.wide_ep import Exchange, ShmExchange, ShmShape, linear_placement
 from moewe.moe.wide_ep.exchanges.shm import create_memory, meet_at
-from tests.moe.test_exchange import check_rank
 from tests.support.cases import RoutingCase, drawn_cases, routing_cases
+from tests.support.exchanges import check_rank
 from tests.support.native import needs_native
 
 pytestmark = needs_native

@@ -9,43 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from moewe.moe.reference import combine_reference, dispatch_reference
-from moewe.moe.wide_ep import Exchange, LocalExchange, ThreadHub, linear_placement
+from moewe.moe.wide_ep import LocalExchange, ThreadHub, linear_placement
+from moewe.moe.wide_ep.exchanges.reference import combine_reference, dispatch_reference
 from tests.support.cases import ROUTING_CASES, RoutingCase, drawn_cases, routing_cases
+from tests.support.exchanges import check_rank, fake_experts
 from tests.support.numerics import assert_same
 from tests.support.ranks import run_threads
-
-
-def fake_experts(rows: torch.Tensor, tokens_per_slot: torch.Tensor, first_slot: int) -> torch.Tensor:
-    """Something cheap that depends on the slot and on every element, in the rows' dtype."""
-    slots = torch.repeat_interleave(torch.arange(len(tokens_per_slot)), tokens_per_slot) + first_slot
-    return rows * (1 + slots.to(rows.dtype).unsqueeze(1) / 8) + 0.25
-
-
-def check_rank(case: RoutingCase, exchange: Exchange, rank: int, dtype: torch.dtype, width: int = 24) -> None:
-    """Dispatch, compute and combine on one rank twice; compare with the reference bit for bit."""
-    ranges = linear_placement(1, case.num_experts, case.num_ranks).slot_ranges
-    for seed in (0, 5):
-        inputs, weights = case.inputs(width, dtype, seed), case.weights(seed + 1)
-        arrived = dispatch_reference(inputs, case.ids, ranges)
-        outputs = [fake_experts(a.rows_MD, a.tokens_per_slot, ranges[r][0]) for r, a in enumerate(arrived)]
-        expected = combine_reference(outputs, weights, arrived)
-        dispatched = exchange.dispatch(inputs[rank], case.ids[rank])
-        assert_same(dispatched.tokens_per_slot, arrived[rank].tokens_per_slot)
-        assert_same(dispatched.rows, arrived[rank].rows_MD)
-        rows = fake_experts(dispatched.rows, dispatched.tokens_per_slot, ranges[rank][0])
-        assert_same(exchange.combine(rows, weights[rank], dispatched.handle), expected[rank])
-        leaving = sum(1 for a in range(case.num_ranks) if a != rank for o in arrived[a].origins if o[0] == rank)
-        returning = sum(1 for o in arrived[rank].origins if o[0] != rank)
-        counts = 0
-        if exchange.name == "all_to_all":
-            counts = 8 * (case.num_experts - (ranges[rank][1] - ranges[rank][0]))
-        if exchange.name == "shm":  # a row that several experts of a rank want is read once; choices are 4 bytes each
-            others = [a for a in range(case.num_ranks) if a != rank]
-            leaving = sum(len({o[1] for o in arrived[a].origins if o[0] == rank}) for a in others)
-            counts = 4 * case.ids[rank].numel() if others else 0
-        assert exchange.bytes_sent() == (leaving + returning) * width * dtype.itemsize + counts
-        assert exchange.bytes_sent() == 0
 
 
 @routing_cases

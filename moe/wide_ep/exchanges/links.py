@@ -1,0 +1,156 @@
+"""Collectives among a few ranks, as exchanges need them: rows of bytes to everybody, counts, and the same to all.
+
+Not an exchange: nothing here knows of experts. Processes meet over torch.distributed (topologies/groups.py makes the
+groups), threads of one process in thread_links.py; `SlowLink` makes either as slow as a link between domains.
+Shapes: rows are u8 [N, B]; `sent[i]` consecutive ones go to member i. Units: bytes, seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from ....telemetry import RankProgress
+from .group_shape import SlowRate
+
+Pending = Callable[[], torch.Tensor]
+
+
+class Link(Protocol):
+    """What joins the members of one list of ranks, seen from one of them. Every method is a collective."""
+
+    @property
+    def size(self) -> int:
+        """How many members there are."""
+        ...
+
+    @property
+    def index(self) -> int:
+        """Which of them this one is."""
+        ...
+
+    def start(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        """Begin to send `sent[i]` rows to each member i; what comes back waits for those that arrive, in their order.
+
+        Args:
+            rows: [sum(sent), B] u8, not changed until all have arrived.
+            sent: rows to each member.
+            received: rows from each member.
+
+        Returns:
+            A function that returns [sum(received), B] u8; it must be called before the next collective of this link.
+        """
+        ...
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all members, [size * N, B]; N is the same for all."""
+        ...
+
+
+def swap(link: Link, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+    """Send rows and wait for those that arrive; see `Link.start`."""
+    return link.start(rows, sent, received)()
+
+
+def swap_counts(link: Link, sent: Sequence[int], device: torch.device) -> list[int]:
+    """Tell each member i the number `sent[i]`; return what they told."""
+    if link.size == 1:
+        return list(sent)
+    told = torch.tensor(sent, dtype=torch.int64, device=device).view(-1, 1).view(torch.uint8)
+    ones = [1] * link.size
+    arrived: list[int] = swap(link, told, ones, ones).view(torch.int64).view(-1).tolist()
+    return arrived
+
+
+class LoneLink:
+    """`Link` of a member that is alone."""
+
+    size, index = 1, 0
+
+    def start(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        """Hand back what was sent."""
+        return lambda: rows
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return `rows`."""
+        return rows
+
+
+class DistributedLink:
+    """`Link` over torch.distributed. Rows are bytes, so that every number format works with every back end.
+
+    Args:
+        process_group: of the members, in their order; None is the default group.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self._group = process_group
+        self.size, self.index = dist.get_world_size(process_group), dist.get_rank(process_group)
+
+    def start(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        """Begin an all-to-all; see `Link.start`."""
+        arrived = rows.new_empty(sum(received), rows.shape[1])
+        work = dist.all_to_all_single(arrived, rows, list(received), list(sent), group=self._group, async_op=True)
+
+        def wait() -> torch.Tensor:
+            assert work is not None
+            work.wait()
+            return arrived
+
+        return wait
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all members; see `Link.gather`."""
+        arrived = rows.new_empty(self.size * rows.shape[0], rows.shape[1])
+        dist.all_gather_into_tensor(arrived, rows, group=self._group)
+        return arrived
+
+
+class SlowLink:
+    """`Link` whose collectives take as long as if some members were behind a slow link.
+
+    Args:
+        link: what really joins the members.
+        is_far: which of them are behind it.
+        rate: how slow it is.
+        progress: ticked while time passes.
+    """
+
+    def __init__(
+        self, link: Link, is_far: Sequence[bool], rate: SlowRate, progress: RankProgress | None = None
+    ) -> None:
+        self._link, self._is_far, self._rate, self._progress = link, list(is_far), rate, progress
+        self.size, self.index = link.size, link.index
+
+    def start(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        """Begin an all-to-all whose rows arrive no sooner than the link can bring them."""
+        far = max(self._far(sent), self._far(received)) * rows.shape[1]
+        due = time.perf_counter() + self._rate.seconds(far)
+        pending = self._link.start(rows, sent, received)
+
+        def wait() -> torch.Tensor:
+            arrived = pending()
+            self._sleep_until(due)
+            return arrived
+
+        return wait
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all members no sooner than the link can bring them."""
+        due = time.perf_counter() + self._rate.seconds(sum(self._is_far) * rows.numel())
+        arrived = self._link.gather(rows)
+        self._sleep_until(due)
+        return arrived
+
+    def _far(self, counts: Sequence[int]) -> int:
+        return sum(count for count, is_far in zip(counts, self._is_far, strict=True) if is_far)
+
+    def _sleep_until(self, due: float) -> None:
+        while any(self._is_far) and (left := due - time.perf_counter()) > 0:
+            time.sleep(min(left, 0.5))
+            if self._progress is not None:
+                self._progress.tick()

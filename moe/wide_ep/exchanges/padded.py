@@ -1,0 +1,137 @@
+"""The exchange whose shapes do not depend on where rows go: capacity for the worst case of the plan's bucket.
+
+Not for large steps: every row goes to every rank, and room for every choice comes back from each (larger steps use
+all_to_all.py, as topologies/exchange_choice.py says). Nothing here waits for a number to come to the host, so a CUDA
+graph can hold it, and it cannot overflow. Two collectives a layer. Of the bitwise class.
+Letters: T tokens, D width, K top-k, C capacity (rows of a rank), W ranks, M = W * C * K, P_local slots of this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .contract import Dispatched
+from .group_shape import GroupShape
+from .links import Link, swap
+from .pairs import SortedPairs, add_pairs
+from .parts import local_ids
+from .traffic import Traffic, TrafficMeter
+from .wire import Payload, PlainPayload, pack, unpack
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Handle:
+    """`leaving` [M] i64 takes outputs from slot order to (rank, token, k); `home` finds those of this rank."""
+
+    leaving: torch.Tensor
+    home: SortedPairs
+
+
+def capacity_of(bucket: int) -> int:
+    """Return the rows that a step with `bucket` rows on its fullest rank makes room for: the next power of two."""
+    return 1 << max(0, bucket - 1).bit_length()
+
+
+class PaddedExchange:
+    """`Exchange` of one rank over a link that joins all ranks in their order. Call `begin_step` before each step.
+
+    Args:
+        link: of the W ranks.
+        shape: of the group.
+        payload: how rows are written on their way out; None: as they are.
+    """
+
+    name = "padded"
+
+    def __init__(self, link: Link, shape: GroupShape, *, payload: Payload | None = None) -> None:
+        self._link, self._shape, self._payload = link, shape, payload or PlainPayload()
+        self._range = shape.slot_ranges[link.index]
+        self._scopes = shape.scopes(link.index)
+        self._widest = max(self._scopes)
+        self._stops = torch.tensor([stop for _, stop in shape.slot_ranges], dtype=torch.int32)
+        self._of_slots = torch.arange(self._range[1] - self._range[0] + 1, dtype=torch.int32)
+        self._capacity = 1
+        self._meter = TrafficMeter()
+
+    def begin_step(self, bucket: int) -> None:
+        """Make room for a step with at most `bucket` rows on any rank."""
+        self._capacity = capacity_of(bucket)
+
+    def dispatch(self, x: torch.Tensor, physical_ids: torch.Tensor) -> Dispatched:
+        """Send rows of `x` [T, D], T <= C, to all ranks; see `Exchange.dispatch`."""
+        device, (num_tokens, top_k), capacity = x.device, physical_ids.shape, self._capacity
+        assert num_tokens <= capacity, f"{num_tokens} rows, but the plan's bucket makes room for {capacity}"
+        if self._stops.device != device:
+            self._stops, self._of_slots = self._stops.to(device), self._of_slots.to(device)
+        if device.type == "cpu":  # elsewhere the look itself would make the host wait
+            self._check(physical_ids)
+        with self._meter.own_work(device):
+            ids = torch.full((capacity, top_k), -1, dtype=torch.int32, device=device)
+            ids[:num_tokens] = physical_ids
+            padded = x.new_zeros(capacity, x.shape[1])
+            padded[:num_tokens] = x
+            rows = pack(ids, self._payload.encode(padded))
+            self._count(rows.numel())
+            with self._meter.collective(self._widest, device):
+                arrived = self._link.gather(rows)
+            found, body = unpack(arrived, top_k)  # [W * C, K] by rank, then token
+            pairs = self._sort(local_ids(found, *self._range))
+            source = self._payload.decode(body, x.dtype, x.shape[1])
+            return Dispatched(
+                source=source,
+                row_tokens=pairs.tokens.to(torch.int32),
+                tokens_per_slot=pairs.counts,
+                handle=_Handle(leaving=pairs.positions.t().reshape(-1), home=self._home(physical_ids)),
+                is_padded=True,
+            )
+
+    def output(self, num_rows: int) -> None:
+        """Return None: outputs may stand anywhere."""
+
+    def combine(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle) -> torch.Tensor:
+        """Send room for every choice back and add those of this rank; see `Exchange.combine`."""
+        with self._meter.own_work(rows.device):
+            leaving = rows.index_select(0, handle.leaving).view(torch.uint8)  # [M, ..]
+            each = leaving.shape[0] // self._link.size
+            self._count(each * leaving.shape[1])
+            split = [each] * self._link.size
+            with self._meter.collective(self._widest, rows.device):
+                home = swap(self._link, leaving, split, split)
+            return add_pairs(home.view(rows.dtype), topk_weights, handle.home)
+
+    def take_traffic(self) -> Traffic:
+        """Return what this rank has sent since the last call: room counts, filled or not."""
+        return self._meter.take()
+
+    def _check(self, physical_ids: torch.Tensor) -> None:
+        if physical_ids.numel() and (most := int(physical_ids.max())) >= self._shape.num_slots:
+            raise RuntimeError(f"physical id {most} names no expert slot; there are {self._shape.num_slots}")
+
+    def _sort(self, ids: torch.Tensor) -> SortedPairs:
+        """Return all M pairs of `ids` [W * C, K] by slot, dropped ones behind; its counts are on the device."""
+        flat = ids.reshape(-1)
+        num_slots = self._of_slots.shape[0] - 1
+        slots, order = flat.masked_fill(flat < 0, num_slots).sort(stable=True)
+        bounds = torch.searchsorted(slots, self._of_slots)  # [P_local + 1] i64
+        places = torch.arange(flat.shape[0], device=flat.device)
+        positions = torch.empty_like(order).scatter_(0, order, places).view(ids.shape).t()
+        return SortedPairs(
+            tokens=order // ids.shape[1], offsets=[], counts=bounds.diff(), positions=positions, dropped=None
+        )
+
+    def _home(self, physical_ids: torch.Tensor) -> SortedPairs:
+        """Return where the outputs of this rank's choices stand among all that come back: [W, C, K] rows."""
+        num_tokens, top_k = physical_ids.shape
+        owners = torch.searchsorted(self._stops, physical_ids.contiguous(), right=True)  # [T, K] i64
+        choices = torch.arange(num_tokens * top_k, device=physical_ids.device).view(num_tokens, top_k)
+        dropped = physical_ids < 0
+        positions = (owners * (self._capacity * top_k) + choices).masked_fill(dropped, 0)
+        return SortedPairs(
+            tokens=choices.view(-1), offsets=[], counts=self._of_slots[:0], positions=positions.t(), dropped=dropped.t()
+        )
+
+    def _count(self, bytes_to_each: int) -> None:
+        for scope in self._scopes:
+            self._meter.count(scope, bytes_to_each)
