@@ -33,6 +33,8 @@ def expansion(topology: Topology, *, num_experts: int | None = None, unit: str =
         f"  attention  {_attention(topology, unit)}",
         f"  experts    {_experts(topology, num_experts, unit)}",
     ]
+    if topology.domains:
+        lines.append(f"  domains    {_domains(topology, unit)}")
     if topology.dp > 1:
         lines.append("  replicas   independent: nothing synchronises between them; requests are balanced over them")
     return "\n".join(lines)
@@ -50,6 +52,14 @@ def _attention(topology: Topology, unit: str) -> str:
     if topology.adp == 1:
         return f"heads sharded over {_count(topology.atp, unit)} (atp={topology.atp})"
     return f"data parallel over {topology.adp} parts of {_count(topology.atp, unit)}, heads sharded inside a part"
+
+
+def _domains(topology: Topology, unit: str) -> str:
+    text = f"{' + '.join(map(str, topology.domains))} {unit}s of a group"
+    slowed = [f"{topology.rate:,} MB/s"] * bool(topology.rate) + [f"a delay of {topology.delay:,} us"] * bool(
+        topology.delay
+    )
+    return text + (f"; the link between them is slowed to {' and '.join(slowed)}" if slowed else "")
 
 
 def _experts(topology: Topology, num_experts: int | None, unit: str) -> str:

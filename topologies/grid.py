@@ -7,7 +7,7 @@ Units: ranks, counted from 0 over all replicas: rank = replica * ep + position, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from .spec import Topology, TopologyError
 
@@ -49,7 +49,13 @@ class RankGrid:
     @property
     def spans_domains(self) -> bool:
         """True when a group is wider than a domain, so that its exchange crosses domains."""
-        return self.topology.ep > self.domain_size
+        return len(self.group_domains) > 1
+
+    @property
+    def group_domains(self) -> tuple[int, ...]:
+        """How many ranks of a group sit in each of its domains: as the topology names them, else as they fit."""
+        whole, rest = divmod(self.topology.ep, self.domain_size)
+        return self.topology.domains or (self.domain_size,) * whole + ((rest,) if rest else ())
 
     @property
     def num_domains(self) -> int:
@@ -59,13 +65,13 @@ class RankGrid:
     @property
     def num_idle(self) -> int:
         """Places of used domains that no rank takes."""
-        return self.num_domains * self.domain_size - self.topology.num_ranks
+        return 0 if self.topology.domains else self.num_domains * self.domain_size - self.topology.num_ranks
 
     def _domain(self, rank: int) -> int:
         replica, position = divmod(rank, self.topology.ep)
-        if self.spans_domains:
-            domains_per_group = -(-self.topology.ep // self.domain_size)
-            return replica * domains_per_group + position // self.domain_size
+        if self.topology.domains or self.spans_domains:
+            ends = accumulate(self.group_domains)
+            return replica * len(self.group_domains) + sum(position >= end for end in ends)
         return replica // (self.domain_size // self.topology.ep)
 
     def domains(self, replica: int = 0) -> tuple[int, ...]:
@@ -116,13 +122,15 @@ class RankGrid:
         raise TopologyError(f"axis {axis!r} is not one of {', '.join(AXES)}")
 
     def __str__(self) -> str:
-        lines = [f"{self.topology.long()} on domains of {self.domain_size}"]
+        sizes = "as it names them" if self.topology.domains else f"of {self.domain_size}"
+        lines = [f"{self.topology.long()} on domains {sizes}"]
         domains: dict[int, dict[int, list[int]]] = {}
         for rank in range(self.topology.num_ranks):
             domains.setdefault(self._domain(rank), {}).setdefault(rank // self.topology.ep, []).append(rank)
         for domain, replicas in domains.items():
             drawn = "  ".join(f"replica {replica} [{_ranges(ranks)}]" for replica, ranks in replicas.items())
-            idle = self.domain_size - sum(len(ranks) for ranks in replicas.values())
+            taken = sum(len(ranks) for ranks in replicas.values())
+            idle = 0 if self.topology.domains else self.domain_size - taken
             lines.append(f"  domain {domain}: {drawn}" + (f"  ({idle} idle)" if idle else ""))
         return "\n".join(lines)
 

@@ -7,7 +7,7 @@ Units: ranks, tokens.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ SINGLE_POOL = "serve"
 _EXAMPLE = f"{SINGLE_POOL}: EP2DP1"
 _A_POOL = "a pool is a named set of ranks with one topology"
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
-_RESERVED = ("about", "classes")
+_RESERVED = ("about", "classes", "domains", "link")
+_LINK_KEYS = {"megabytes_per_second": "rate", "delay_microseconds": "delay"}
 _CLASS_KEYS = ("pools", "max_prompt_tokens", "priority")
 
 
@@ -152,11 +153,39 @@ def _from_mapping(data: dict[str, Any], *, where: str, dialect: str | None) -> L
             raise TopologyError(f"{where}: pool {name}: {error}") from error
     if not pools:
         raise TopologyError(f"{where} names no pool ({_A_POOL}); write for example `{_EXAMPLE}`")
+    if "domains" in data or "link" in data:
+        pools = _with_domains(pools, data, where=where)
     classes = data.get("classes") or {}
     if not isinstance(classes, dict):
         raise TopologyError(f"{where}: classes must be a mapping of class names to their settings")
     parsed = {str(name): _request_class(str(name), entry, pools, where=where) for name, entry in classes.items()}
     return Layout(pools=pools, classes=parsed, about=about)
+
+
+def _with_domains(pools: dict[str, Topology], data: dict[str, Any], *, where: str) -> dict[str, Topology]:
+    """Return the only pool with the domains of the file, and the link between them."""
+    if len(pools) > 1:
+        raise TopologyError(
+            f"{where}: domains and link are for a layout with one pool; write them into each, like EP4DP1[domains=2+2]"
+        )
+    ((name, topology),) = pools.items()
+    listed, link = data.get("domains", []), data.get("link", {})
+    example = "domains lists ranks of a group, consecutive and all of them, like [[0, 1], [2, 3]]"
+    if not isinstance(listed, list) or not all(isinstance(ranks, list) and ranks for ranks in listed):
+        raise TopologyError(f"{where}: domains is {listed!r}; {example}")
+    flat = [rank for ranks in listed for rank in ranks]
+    if flat != list(range(len(flat))):
+        raise TopologyError(f"{where}: domains is {listed!r}; {example}")
+    if not isinstance(link, dict) or set(link) - set(_LINK_KEYS):
+        unknown = (
+            f"has the unknown key {min(set(link) - set(_LINK_KEYS))!r}" if isinstance(link, dict) else f"is {link!r}"
+        )
+        raise TopologyError(f"{where}: link {unknown}; known are {', '.join(_LINK_KEYS)}")
+    slowed = {_LINK_KEYS[key]: value for key, value in link.items()}
+    try:
+        return {name: replace(topology, domains=tuple(map(len, listed)), **slowed)}
+    except TopologyError as error:
+        raise TopologyError(f"{where}: {error}") from error
 
 
 def _request_class(name: str, entry: Any, pools: dict[str, Topology], *, where: str) -> RequestClass:

@@ -7,15 +7,19 @@ Units: ranks. x ranks share one expert-parallel group, y independent replicas of
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 OWN_DIALECT = "moewe"
 DIALECTS = (OWN_DIALECT, "vllm", "sglang", "deepseek")
 MAX_RANKS = 1 << 20
+MAX_RATE = 10**9  # MB/s
+MAX_DELAY = 10**6  # microseconds: more than a second would pass for a rank that is stuck
 EXAMPLE = "EP2DP1"
 _SHORT = re.compile(r"EP\s*([0-9]{1,7})\s*DP\s*([0-9]{1,7})", re.IGNORECASE)
 _FOREIGN = re.compile(r"(EP|DP|TP)\s*=?\s*([0-9]{1,7})[\s,/]*", re.IGNORECASE)
-_OWN_KEYS = ("adp", "atp", "red")
+_OWN_KEYS = ("adp", "atp", "red", "domains", "rate", "delay")
+_SIZES = re.compile(r"[0-9]{1,7}(\+[0-9]{1,7})*")
 _LATER_KEYS = ("etp", "pp")
 
 
@@ -33,6 +37,9 @@ class Topology:
         adp: attention data parallelism inside a group; each of its parts owns its requests and their KV.
         atp: attention tensor parallelism inside a group; adp * atp = ep.
         red: R, redundant expert slots of a replica beside the E that hold every expert once.
+        domains: how many consecutive ranks of a group sit in each domain; empty: the machine says it. Naming them on
+            one host emulates several.
+        rate, delay: of the emulated link between domains, MB/s and microseconds; 0 does not slow it down.
     """
 
     ep: int
@@ -40,6 +47,9 @@ class Topology:
     adp: int
     atp: int = 1
     red: int = 0
+    domains: tuple[int, ...] = ()
+    rate: int = 0
+    delay: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (("ep", 1), ("dp", 1), ("adp", 1), ("atp", 1), ("red", 0)):
@@ -53,6 +63,24 @@ class Topology:
             )
         if self.num_ranks > MAX_RANKS:
             raise TopologyError(f"{self.short()} means {self.num_ranks:,} ranks; use at most {MAX_RANKS:,}")
+        self._check_domains()
+
+    def _check_domains(self) -> None:
+        spelled = "+".join(map(str, self.domains))
+        if any(size < 1 for size in self.domains):
+            raise TopologyError(f"domains={spelled} is not allowed; each has at least 1 rank")
+        if self.domains and sum(self.domains) != self.ep:
+            raise TopologyError(
+                f"domains={spelled} is {sum(self.domains)} ranks, but the group has ep={self.ep}; they share its ranks"
+            )
+        for name, most in (("rate", MAX_RATE), ("delay", MAX_DELAY)):
+            value = getattr(self, name)
+            if type(value) is not int or not 0 <= value <= most:
+                raise TopologyError(f"{name}={value!r} is not allowed; use a whole number up to {most}")
+            if value and len(self.domains) < 2:
+                raise TopologyError(
+                    f"{name}={value} is of the link between domains, and there is but one; name some, like domains=2+2"
+                )
 
     @property
     def num_ranks(self) -> int:
@@ -65,7 +93,12 @@ class Topology:
 
     def long(self) -> str:
         """Return the canonical form, which says everything: `EP2DP1[adp=2,atp=1,red=0]`."""
-        return f"{self.short()}[adp={self.adp},atp={self.atp},red={self.red}]"
+        fields = f"adp={self.adp},atp={self.atp},red={self.red}"
+        if self.domains:
+            fields += f",domains={'+'.join(map(str, self.domains))}"
+        for name in ("rate", "delay"):
+            fields += f",{name}={getattr(self, name)}" if getattr(self, name) else ""
+        return f"{self.short()}[{fields}]"
 
     def __str__(self) -> str:
         return self.long()
@@ -112,25 +145,35 @@ def parse_topology(text: str, *, dialect: str | None = None) -> Topology:
     match = _SHORT.fullmatch(head)
     if match is None:
         raise TopologyError(f"topology {text.strip()!r} is not of the form EPxDPy; {_suggestion(head)}")
-    return make_topology(
+    topology = make_topology(
         int(match[1]), int(match[2]), adp=fields.get("adp"), atp=fields.get("atp"), red=fields.get("red", 0)
+    )
+    if not {"domains", "rate", "delay"} & set(fields):
+        return topology
+    return replace(
+        topology, domains=fields.get("domains", ()), rate=fields.get("rate", 0), delay=fields.get("delay", 0)
     )
 
 
-def _split(text: str) -> tuple[str, dict[str, int]]:
+def _split(text: str) -> tuple[str, dict[str, Any]]:
     """Return what stands before the brackets, and the fields within them."""
     head, bracket, rest = text.strip().partition("[")
     if not bracket:
         return head.strip(), {}
     if not rest.endswith("]"):
         raise TopologyError(f"topology {text!r} has an open bracket; write it like EP2DP1[adp=2,atp=1,red=0]")
-    fields: dict[str, int] = {}
+    fields: dict[str, Any] = {}
     for item in rest[:-1].split(","):
         key, _, value = (part.strip().lower() for part in item.partition("="))
         if key not in _OWN_KEYS + _LATER_KEYS:
             raise TopologyError(f"topology {text!r} has the unknown field {key!r}; known are {', '.join(_OWN_KEYS)}")
         if key in fields:
             raise TopologyError(f"topology {text!r} gives {key} twice; give it once")
+        if key == "domains":
+            if not _SIZES.fullmatch(value):
+                raise TopologyError(f"topology {text!r} has domains={value!r}; write their sizes like domains=2+2")
+            fields[key] = tuple(map(int, value.split("+")))
+            continue
         if not re.fullmatch(r"[0-9]{1,7}", value):
             raise TopologyError(f"topology {text!r} has {key}={value!r}; use a whole number")
         fields[key] = int(value)
@@ -140,7 +183,7 @@ def _split(text: str) -> tuple[str, dict[str, int]]:
     return head.strip(), fields
 
 
-def _parse_foreign(text: str, head: str, fields: dict[str, int], dialect: str) -> Topology:
+def _parse_foreign(text: str, head: str, fields: dict[str, Any], dialect: str) -> Topology:
     sizes: dict[str, int] = {}
     position = 0
     while match := _FOREIGN.match(head, position):
