@@ -54,7 +54,8 @@ def decode_rate(generate: Generate, number: int) -> float:
 
 
 def prefill_rate(generate: Generate, number: int) -> float:
-    """Return tokens per second of `number` prompts that come together."""
+    """Return tokens per second of `number` prompts that come together, after an untimed one: it stood still so far."""
+    generate(prompts(1, PREFILL_TOKENS), 1)
     return number * PREFILL_TOKENS / seconds(generate, prompts(number, PREFILL_TOKENS), 1)
 
 
