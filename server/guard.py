@@ -51,7 +51,7 @@ class Guard:
         if refusal is not None:
             await _answer(send, refusal)
             return
-        await self._app(scope, _Body(receive, self._state.options.max_body_bytes), send)
+        await self._app(_in_origin_form(scope), _Body(receive, self._state.options.max_body_bytes), send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         limit = scope.get("state", {}).get(NO_PLACE)
@@ -75,6 +75,17 @@ class Guard:
         if not length.isdigit() or int(length) > self._state.options.max_body_bytes:
             return too_large(self._state.options.max_body_bytes)
         return None
+
+
+def _in_origin_form(scope: Scope) -> Scope:
+    """Return `scope` with the path alone where a client sends the whole URL, as it may (RFC 9112, 3.2.2)."""
+    path: str = scope["path"]
+    scheme, found, rest = path.partition("://")
+    if not found or scheme.lower() not in ("http", "https"):
+        return scope
+    raw_rest = scope.get("raw_path", path.encode()).partition(b"://")[2]
+    raw_path = b"/" + raw_rest.partition(b"/")[2]
+    return {**scope, "path": "/" + rest.partition("/")[2], "raw_path": raw_path}
 
 
 class _Body:

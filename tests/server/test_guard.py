@@ -52,6 +52,20 @@ def test_unannounced_body_beyond_the_limit_is_cut_off() -> None:
     assert metrics[413] == 1
 
 
+@pytest.mark.parametrize("target", [b"http://a/health", b"HTTP://a:80/health", b"/health"])
+def test_a_target_may_be_a_whole_url(target: bytes) -> None:
+    head = b"GET " + target + b" HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+    answer = with_server(make_state(replicas()), lambda client: raw(client, head))
+    assert answer.startswith(b"HTTP/1.1 200"), answer
+
+
+def test_a_whole_url_gets_nobody_around_the_key() -> None:
+    state = make_state(replicas(), api_keys=("secret",))
+    for target in (b"http://health/v1/models", b"http://a/v1/models", b"http:///v1/models"):
+        head = b"GET " + target + b" HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+        assert with_server(state, lambda client, head=head: raw(client, head)).startswith(b"HTTP/1.1 401")
+
+
 def test_a_body_framed_in_two_ways_is_refused_and_what_follows_is_not_read() -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n"
     hidden = b"0\r\n\r\nGET /version HTTP/1.1\r\nhost: a\r\n\r\n"
