@@ -130,7 +130,8 @@ def record_demo() -> RoutingTrace:
     from moewe import LLM, SamplingParams
     from moewe.moe import layer
 
-    num_prompts, chosen = 16, {"prefill": {}, "decode": {}}
+    num_prompts = 8
+    chosen: dict[str, dict[int, list[np.ndarray]]] = {"prefill": {}, "decode": {}}
     assign = layer.assign_replicas
 
     def keep(topk_ids: Any, placement: ExpertPlacement, moe_layer: int, rank: int) -> Any:
@@ -140,12 +141,14 @@ def record_demo() -> RoutingTrace:
 
     pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
     text = "\n".join(page.read_text() for page in pages)
-    prompts = [text[i * 3000 : i * 3000 + 1500] for i in range(num_prompts)]
+    prompts = [text[i * 3000 : i * 3000 + 900] for i in range(num_prompts)]
     # fp32 on threads takes the path in which Python sees every choice.
-    with LLM("demo", topology="EP1DP1", dtype="float32", max_model_len=1024, ranks="threads") as llm:
+    with LLM(
+        "demo", topology="EP1DP1", dtype="float32", max_model_len=1024, max_num_batched_tokens=256, ranks="threads"
+    ) as llm:
         layer.assign_replicas = keep
         try:
-            llm.generate(prompts, SamplingParams(max_tokens=128, temperature=0.8, seed=1, ignore_eos=True))
+            llm.generate(prompts, SamplingParams(max_tokens=96, temperature=0.8, seed=1, ignore_eos=True))
         finally:
             layer.assign_replicas = assign
     ids = {

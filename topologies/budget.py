@@ -222,11 +222,16 @@ def check_runnable(
     name = topology.short()
     if topology.atp > 1:
         raise TopologyError(f"atp={topology.atp} is not available in this version; use {name}[adp={topology.ep},atp=1]")
-    if topology.red > 0:
-        raise TopologyError(f"red={topology.red} is not available in this version; use red=0")
     if num_experts == 0 and topology.ep > 1:
         raise TopologyError(
             f"{name} splits experts over {topology.ep} ranks, but the model is dense; use EP1DP{topology.num_ranks}"
+        )
+    # More would make a rank hold an expert twice, which helps nobody.
+    most_redundant = num_experts * (topology.ep - 1)
+    if topology.red > most_redundant:
+        raise TopologyError(
+            f"red={topology.red} is more than replicas on other ranks can use ({num_experts} experts on {topology.ep} "
+            f"ranks); use red={most_redundant}" + (" or less" if most_redundant else "")
         )
     if 0 < num_experts < topology.ep:
         raise TopologyError(

@@ -95,6 +95,8 @@ WAYS = {
     "two threads": {"num_threads": 2},
     "EP2": {"topology": "EP2DP1"},
     "EP4": {"topology": "EP4DP1", "max_chunk_tokens": 16},
+    "EP2 with replicas": {"topology": "EP2DP1[red=3]"},
+    "EP4 with replicas": {"topology": "EP4DP1[red=5]", "max_chunk_tokens": 16},
     "little memory": {"num_blocks": 12, "max_chunk_tokens": 16},
     "small blocks": {"block_size": 4, "num_blocks": 400},
 }

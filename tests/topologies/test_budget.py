@@ -154,7 +154,9 @@ def test_kv_that_cannot_be_is_told_what_could() -> None:
     ("topology", "options", "word"),
     [
         ("EP4DP1[atp=2]", {"num_experts": 8}, "EP4DP1[adp=4,atp=1]"),
-        ("EP4DP1[red=1]", {"num_experts": 8}, "red=0"),
+        ("EP4DP1[red=25]", {"num_experts": 8}, "8 experts on 4 ranks); use red=24 or less"),
+        ("EP1DP2[red=1]", {"num_experts": 8}, "use red=0"),
+        ("EP1DP1[red=1]", {"num_experts": 0}, "use red=0"),
         ("EP4DP1", {"num_experts": 0}, "use EP1DP4"),
         ("EP9DP1", {"num_experts": 8}, "use EP8DP1"),
         ("EP8DP8", {"num_experts": 256, "num_ranks_available": 8, "unit": "GPU"},
@@ -170,6 +172,7 @@ def test_what_cannot_run_is_refused(topology: str, options: dict[str, Any], word
 
 def test_what_can_run_passes() -> None:
     check_runnable(parse_topology("EP4DP2"), num_experts=10)
+    check_runnable(parse_topology("EP4DP1[red=24]"), num_experts=8)
     check_runnable(parse_topology("EP1DP2"), num_experts=0, num_ranks_available=2)
 
 
