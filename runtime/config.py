@@ -54,6 +54,8 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
         device: `cpu` or `cuda`.
         threads: compute threads a rank; None divides the cores of the host among its ranks.
         numa_bind: pin each rank to the cores of one NUMA node.
+        exchange: what joins the ranks of a group: `auto`, or one of `topologies.exchange_choice.EXCHANGES`.
+        exchange_payload: how rows travel to experts: `auto` as they are, `fp8` in e4m3 with a scale for 128 columns.
     """
 
     topology: str = "EP1DP1"
@@ -61,6 +63,8 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     threads: int | None = None
     numa_bind: bool = False
+    exchange: str = "auto"
+    exchange_payload: str = "auto"
 
 
 class CacheOptions(msgspec.Struct, frozen=True, kw_only=True):

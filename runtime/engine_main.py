@@ -182,7 +182,7 @@ class EngineLoop:
             scheduler_limits(
                 self._start.config, self._start.kv_groups, num_ranks=num_ranks, num_blocks=ready.num_blocks
             ),
-            exchange=group.exchange,
+            exchange_rule=group.exchange_rule,
             eos_token_ids=self._start.eos_token_ids,
         )
         return Engine(

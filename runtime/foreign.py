@@ -16,6 +16,8 @@ _LAYOUT = {
     "pipeline-parallel-size": "pipeline parallelism",
 }  # fmt: skip
 
+_EXCHANGE = ("all2all-backend", "moe-a2a-backend")
+
 _LACKING = {
     "quantized weights": ("q", "quantization", "quantization-config", "quantization-param-path", "torchao-config"),
     "a prefix cache": ("enable-prefix-caching", "prefix-caching-hash-algo", "enable-hierarchical-cache"),
@@ -26,7 +28,7 @@ _LACKING = {
     "a choice of attention backends": ("attention-backend", "prefill-attention-backend", "decode-attention-backend"),
     "an expert load balancer": ("enable-eplb", "eplb-config", "num-redundant-experts", "ep-num-redundant-experts"),
     "a choice of MoE backends": ("moe-backend", "moe-runner-backend"),
-    "a choice of all-to-all backends": ("all2all-backend", "moe-a2a-backend", "deepep-mode"),
+    "kernels of DeepEP": ("deepep-mode", "deepep-config"),
     "LoRA adapters": ("enable-lora", "lora-modules", "lora-paths", "max-loras", "max-lora-rank"),
     "transfer of KV between servers": ("kv-transfer-config", "disaggregation-mode", "disaggregation-transfer-backend"),
     "structured output": ("guided-decoding-backend", "grammar-backend", "structured-outputs-config"),
@@ -55,6 +57,8 @@ def foreign(name: str) -> str | None:
             f"{name} ({_LAYOUT[key]}) is not an option of moewe; one topology says it all: "
             "EP8DP1 is one group of 8 ranks, EP8DP2 two such groups"
         )
+    if key in _EXCHANGE:
+        return f"{name} is not an option of moewe; leave the choice open, or use exchange: shm, all_to_all, padded"
     if key in _LACKED_BY_NAME:
         return f"{name} asks for {_LACKED_BY_NAME[key]}, and this version has none of it; leave it out"
     return None

@@ -1,4 +1,4 @@
-"""Which kernels the ranks on a CPU will run, settled before any of them is started.
+"""Which kernels the ranks will run and what joins them, settled before any of them is started.
 
 Not the compilation (native/build.py) and not a kernel. Whoever starts replicas calls it; ranks find a finished library.
 """
@@ -7,10 +7,28 @@ from __future__ import annotations
 
 import logging
 
-from ..native.library import prepare
+from ..native.library import outcome, prepare
+from ..topologies import RankGrid, Topology
+from ..topologies.exchange_choice import ExchangeFacts, ExchangeRule
 from .config import EngineConfig
 
 log = logging.getLogger(__name__)
+
+
+def exchange_rule(config: EngineConfig, topology: Topology) -> ExchangeRule:
+    """Return which exchange a group of `topology` uses in which step, on this host.
+
+    Its ranks sit in one domain unless the topology names several.
+    """
+    parallel = config.parallel
+    facts = ExchangeFacts(
+        device=parallel.device,
+        as_threads=parallel.ranks == "threads",
+        has_native=parallel.device == "cpu" and outcome().library is not None,
+        asked=parallel.exchange,
+        payload=parallel.exchange_payload,
+    )
+    return ExchangeRule(grid=RankGrid(topology, topology.num_ranks), facts=facts)
 
 
 def prepare_kernels(config: EngineConfig) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..topologies.exchange_choice import EXCHANGES, PAYLOADS
 from .config import LOAD_FORMATS, QUANTIZATIONS, EngineConfig
 from .scheduling.limits import POLICIES
 
@@ -41,6 +42,9 @@ def _words(config: EngineConfig) -> list[tuple[str, Any, bool, str]]:
          "it quantises for a CPU only; leave it out with device cuda"),
         ("ranks", parallel.ranks, parallel.ranks in ("processes", "threads"), "use processes or threads"),
         ("device", parallel.device, parallel.device in ("cpu", "cuda"), "use cpu or cuda"),
+        ("exchange", parallel.exchange, parallel.exchange in EXCHANGES, f"use {', '.join(EXCHANGES)}"),
+        ("exchange_payload", parallel.exchange_payload, parallel.exchange_payload in PAYLOADS,
+         f"use {' or '.join(PAYLOADS)}"),
         ("policy", policy, policy in POLICIES, f"use {' or '.join(POLICIES)}"),
         ("tokenizer", model.tokenizer, not (model.tokenizer and model.skip_tokenizer_init),
          "skip_tokenizer_init loads none; leave one of the two out"),

@@ -34,9 +34,11 @@ from ..topologies import (
     kv_sizes,
     parse_topology,
 )
+from ..topologies.exchange_choice import check_exchange
 from ..topologies.hardware import available_memory_bytes, host_cores, host_memory_bytes, numa_nodes
 from .config import CacheOptions, EngineConfig
 from .gpus import gpu_memory_bytes
+from .kernels import exchange_rule
 from .kv_layout import UNBOUNDED, scheduler_limits, step_limits
 from .prompts import tokenizer_folder
 from .ranges import check_ranges
@@ -108,6 +110,8 @@ def resolve(config: EngineConfig) -> Resolved:
         num_ranks_available=None if gpus is None else len(gpus),
         unit="rank" if gpus is None else "GPU",
     )
+    rule = exchange_rule(config, topology)
+    check_exchange(rule.grid, rule.facts)
     dtype = parse_format(model.dtype if config.model.dtype == "auto" else config.model.dtype)
     if config.model.dtype == "auto":
         log.info("dtype: %s, the checkpoint's", dtype.name)

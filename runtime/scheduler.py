@@ -177,7 +177,7 @@ class Scheduler:
             ranks = steps.delta_plans(draft, released=self._released, admitted=admitted, grants=grants, eos=eos)
         self._released = [[] for _ in ranks]
         header = step_header(
-            ranks, step=self._next_step, epoch=self.epoch, exchange=self.config.exchange, snapshot=snapshot
+            ranks, step=self._next_step, epoch=self.epoch, exchange_of=self.config.exchange_of, snapshot=snapshot
         )
         self._next_step += 1
         return StepPlan(header=header, ranks=ranks)

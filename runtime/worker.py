@@ -21,7 +21,7 @@ from ..models.families import load_config
 from ..models.footprint import cache_groups, kv_groups
 from ..models.loading import LoadOptions, load_weights
 from ..models.weights import bytes_by_kind
-from ..moe.wide_ep.exchanges.contract import Exchange
+from ..moe.wide_ep.exchanges import Exchange, StepwiseExchange
 from ..moe.wide_ep.placement import ExpertPlacement
 from ..native.library import set_threads
 from ..quant import can_pack, parse_format, parse_kv_format, weight_scheme
@@ -273,11 +273,15 @@ class Worker:
         return self._encoded_counters() if self._counters_due else b""
 
     def _check_header(self, header: StepHeader) -> None:
-        if header.exchange != self._exchange.name:
+        exchange = self._exchange
+        joined = exchange.names if isinstance(exchange, StepwiseExchange) else (exchange.name,)
+        if header.exchange not in joined:
             raise RuntimeError(
                 f"step {header.step} uses the exchange {header.exchange!r}, but rank {self.rank} joined "
-                f"{self._exchange.name!r}"
+                f"{' and '.join(map(repr, joined))}"
             )
+        if isinstance(exchange, StepwiseExchange):
+            exchange.begin_step(header.exchange, header.bucket)
         if header.step != self._next_step and not header.snapshot:
             raise RuntimeError(f"step {header.step} came to rank {self.rank}, but step {self._next_step} is next")
         self._next_step = header.step + 1
@@ -347,4 +351,6 @@ class Worker:
             values[...] = 0
         self.counters.tokens[...] = 0
         self.counters.expert_tokens[...] = 0
+        self.counters.exchange_bytes[...] = 0
+        self.counters.exchange_seconds[...] = 0
         self._counters_due = False

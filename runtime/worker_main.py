@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,7 +38,8 @@ from .processes.heap import give_back_free_memory
 from .processes.launch import WorkerStart, board_path, exchange_path, store_path
 
 if TYPE_CHECKING:
-    from ..moe.wide_ep.exchanges.contract import Exchange
+    from ..moe.wide_ep.exchanges import Exchange, GroupShape
+    from ..moe.wide_ep.exchanges.joining import LinkOf
     from ..moe.wide_ep.exchanges.threads import ThreadHub
     from ..moe.wide_ep.placement import ExpertPlacement
 
@@ -273,7 +274,22 @@ def build_hub(config: EngineConfig, num_ranks: int) -> ThreadHub:
     """Return the meeting place of ranks that are threads."""
     from ..moe.wide_ep.exchanges.threads import ThreadHub
 
-    return ThreadHub(_placement(config).slot_ranges)
+    shape = group_shape(config, _placement(config))
+    return ThreadHub(shape.slot_ranges, shape=shape)
+
+
+def group_shape(config: EngineConfig, placement: ExpertPlacement) -> GroupShape:
+    """Return who owns which slots in a group, in which domain, and how slow the link between domains is made."""
+    from ..moe.wide_ep.exchanges import GroupShape, SlowRate
+    from ..topologies import parse_topology
+
+    topology = parse_topology(config.parallel.topology)
+    is_slow = topology.rate or topology.delay
+    return GroupShape(
+        slot_ranges=placement.slot_ranges,
+        domain_sizes=topology.domains,
+        slow=SlowRate(megabytes_per_second=topology.rate, delay_us=topology.delay) if is_slow else None,
+    )
 
 
 def _placement(config: EngineConfig) -> ExpertPlacement:
@@ -298,23 +314,38 @@ def _join_exchange(
         from ..moe.wide_ep.exchanges.local import LocalExchange
 
         return LocalExchange(placement.num_slots)
-    if hub is not None:
+    if hub is not None and start.exchanges == ("threads",):
         return hub.rank(start.rank)
-    if start.exchange == "shm":
+    if start.exchanges == ("shm",):
         return _join_memory(start, placement, progress)
-    from ..moe.wide_ep.exchanges import GroupShape, join_over_links
-    from ..moe.wide_ep.exchanges.links import DistributedLink
-    from ..topologies.groups import init_group
+    from ..moe.wide_ep.exchanges import join_all_over_links
 
-    group = init_group(
+    shape, rank = group_shape(start.config, placement), start.rank
+    link_of = _process_links(start, shape) if hub is None else lambda ranks: hub.link(ranks, rank)
+    payload = start.config.parallel.exchange_payload
+    return join_all_over_links(start.exchanges, shape, rank, link_of, payload=payload, progress=progress)
+
+
+def _process_links(start: WorkerStart, shape: GroupShape) -> LinkOf:
+    """Join the ranks of the group, which are processes, and return the links between any that exchanges need."""
+    from ..moe.wide_ep.exchanges import link_members
+    from ..moe.wide_ep.exchanges.links import DistributedLink, Link, LoneLink
+    from ..topologies.groups import init_group, make_subgroups
+
+    init_group(
         rank=start.rank,
         world_size=start.num_ranks,
         store_path=store_path(Path(start.run_directory)),
         device=start.config.parallel.device,
         timeout_s=GROUP_TIMEOUT_S,
     )
-    shape = GroupShape(slot_ranges=placement.slot_ranges)
-    return join_over_links("all_to_all", shape, start.rank, lambda ranks: DistributedLink(group), progress=progress)
+    members = [ranks for name in start.exchanges for ranks in link_members(name, shape)]
+    groups = make_subgroups(members, rank=start.rank, timeout_s=GROUP_TIMEOUT_S)
+
+    def link_of(ranks: Sequence[int]) -> Link:
+        return DistributedLink(groups[tuple(ranks)]) if len(ranks) > 1 else LoneLink()
+
+    return link_of
 
 
 def _join_memory(start: WorkerStart, placement: ExpertPlacement, progress: RankProgress) -> Exchange:

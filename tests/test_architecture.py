@@ -50,7 +50,7 @@ INNER = {
 RUNTIME_EDGES = {
     "scheduling": {"plan", "params"},
     "ranks": {"plan", "config", "resolve", "kv_layout"},
-    "processes": {"plan", "messages", "config", "worker_main"},
+    "processes": {"plan", "messages", "config", "worker_main", "kernels"},
     "metrics": {"plan", "messages"},
 }
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...telemetry import COMPONENTS, PHASES, RankCounters
+from ...telemetry import COMPONENTS, PHASES, SCOPES, RankCounters
 from ..messages import RankStats, Ready, Stats
 from .saturation import expert_imbalance, memory_bytes, saturation
 from .stats import decode_counters
@@ -123,6 +123,9 @@ class ReplicaMetrics:
         yield "moewe_cache_resident", labels, float(stats.cache_resident)
         yield "moewe_expert_tokens_total", labels, float(counters.expert_tokens.sum())
         yield "moewe_unowned_expert_ids_total", labels, stats.unowned_ids
+        for s, scope in enumerate(SCOPES):
+            yield "moewe_exchange_bytes_total", (*labels, scope), float(counters.exchange_bytes[s])
+            yield "moewe_exchange_seconds_total", (*labels, scope), float(counters.exchange_seconds[s])
         for p, phase in enumerate(PHASES):
             yield "moewe_steps_total", (*labels, phase), float(counters.steps[p])
             yield "moewe_batch_tokens_total", (*labels, phase), float(counters.tokens[p])

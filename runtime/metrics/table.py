@@ -3,7 +3,7 @@
 Not the values (runtime/metrics/export.py). Names follow Prometheus: base units, `moewe_` in front, counters with
 `_total` at the end.
 `phase` is the kind of a step over all ranks of its group, so a rank without rows counts the step too.
-Labels are bounded: replicas, ranks, the four phases, the seven components, kinds and formats; never layers or experts.
+Labels are bounded: replicas, ranks, phases, components, scopes, kinds and formats; never layers or experts.
 """
 
 from __future__ import annotations
@@ -143,6 +143,20 @@ METRICS: tuple[Metric, ...] = (
         (),
         "bytes",
         "Host memory: sum of the largest resident sets of server, engines and ranks; shared pages count for each.",
+    ),
+    Metric(
+        "moewe_exchange_bytes_total",
+        "counter",
+        (*_RANK, "scope"),
+        "bytes",
+        "Rows and answers that the rank sent by `scope`: `rank` (to itself), inside its `domain`, `between` domains.",
+    ),
+    Metric(
+        "moewe_exchange_seconds_total",
+        "counter",
+        (*_RANK, "scope"),
+        "seconds",
+        "Time in collectives by the farthest scope they reach, waiting included; `rank`: work beside them. CPU only.",
     ),
     Metric("moewe_expert_tokens_total", "counter", _RANK, "tokens", "Rows that routed experts of the rank computed."),
     Metric(

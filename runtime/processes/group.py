@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...native.library import load
 from ...telemetry import ProgressBoard
 from ...topologies import parse_topology
+from ...topologies.exchange_choice import exchanges_to_join
 from ..config import EngineConfig
+from ..kernels import exchange_rule
 from ..messages import FromWorker, ToWorker
 from ..worker_main import WorkerFactory, run_rank
 from .launch import EngineStart, Member, RunDirectory, WorkerStart, spawn_process, spawn_thread
@@ -38,15 +39,6 @@ class GroupParts:
     make_hub: Callable[[EngineConfig, int], ThreadHub] | None = None
 
 
-def exchange_name(num_ranks: int, *, as_threads: bool, device: str) -> str:
-    """Return the exchange that joins the ranks of one host: their threads, their memory, or torch.distributed."""
-    if num_ranks == 1:
-        return "local"
-    if as_threads:
-        return "threads"
-    return "shm" if device == "cpu" and load() is not None else "all_to_all"
-
-
 class Group:
     """Running ranks.
 
@@ -57,15 +49,16 @@ class Group:
     Attributes:
         workers: to talk to them.
         as_threads: they are threads of this process.
-        exchange: name of what joins them.
+        exchange_rule: what joins them in which step.
     """
 
     def __init__(self, start: EngineStart, parts: GroupParts) -> None:
         self._start = start
         self._parts = parts
-        num_ranks = parse_topology(start.config.parallel.topology).ep
+        topology = parse_topology(start.config.parallel.topology)
+        num_ranks = topology.ep
         self.as_threads = num_ranks == 1 or start.config.parallel.ranks == "threads"
-        self.exchange = exchange_name(num_ranks, as_threads=self.as_threads, device=start.config.parallel.device)
+        self.exchange_rule = exchange_rule(start.config, topology)
         self._directory = None if self.as_threads else RunDirectory()
         board = ProgressBoard(num_ranks, self._directory.board_path if self._directory else None)
         hub = parts.make_hub(start.config, num_ranks) if self.as_threads and num_ranks > 1 and parts.make_hub else None
@@ -92,7 +85,7 @@ class Group:
             device_index=start.replica * num_ranks + rank,
             cpus=start.cpus[rank] if start.cpus else (),
             label=f"{start.label}rank {rank}",
-            exchange=self.exchange,
+            exchanges=exchanges_to_join(self.exchange_rule.grid, self.exchange_rule.facts),
         )
 
     def _spawn(self, start: WorkerStart, board: ProgressBoard, hub: ThreadHub | None) -> Member:

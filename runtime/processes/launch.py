@@ -38,7 +38,7 @@ class WorkerStart(Message, frozen=True, kw_only=True):
         device_index: which of the host's devices it uses, where it has several.
         cpus: logical CPUs to run on; empty keeps those of the parent.
         label: how log lines call it.
-        exchange: name of what joins the group.
+        exchanges: names of what joins the group; each step uses one of them.
     """
 
     config: EngineConfig
@@ -48,7 +48,7 @@ class WorkerStart(Message, frozen=True, kw_only=True):
     device_index: int = 0
     cpus: tuple[int, ...] = ()
     label: str = "rank"
-    exchange: str = "local"
+    exchanges: tuple[str, ...] = ("local",)
 
 
 class EngineStart(Message, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...topologies.exchange_choice import ExchangeRule
 from ...topologies.kv_sizes import WINDOWED, sequence_blocks, tokens_held
 
 POLICIES = ("fcfs", "priority")
@@ -51,7 +52,8 @@ class SchedulerConfig:
         max_num_seqs: sequences that run at once on a rank: the slots of its batch.
         max_num_batched_tokens: most rows of a step.
         policy: `fcfs`, or `priority` (lower number first, then arrival).
-        exchange: name of the exchange that every step uses.
+        exchange: name of the exchange that every step uses, unless there is a rule.
+        exchange_rule: tells it for each step.
         max_queued_requests: waiting requests of the whole group, beside one a slot; more are refused.
         eos_token_ids: tokens that end a sequence, unless it ignores them.
         max_chunk_tokens: most prompt tokens of one sequence in one step; None sets no limit but the step's. No engine
@@ -66,6 +68,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     policy: str = "fcfs"
     exchange: str = "local"
+    exchange_rule: ExchangeRule | None = None
     max_queued_requests: int = 4096
     eos_token_ids: tuple[int, ...] = ()
     max_chunk_tokens: int | None = None
@@ -87,6 +90,10 @@ class SchedulerConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}, but "
                 f"each sequence runs at least one token a step; raise the first or lower the second"
             )
+
+    def exchange_of(self, kind: str, bucket: int) -> str:
+        """Return the name of the exchange of a step of `kind` with `bucket` rows on its fullest rank."""
+        return self.exchange if self.exchange_rule is None else self.exchange_rule.name(kind, bucket)
 
     @property
     def most_requests(self) -> int:

@@ -6,7 +6,7 @@ Units: tokens (= rows of a step).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..plan import RankPlan, StepHeader
 from .request import Request
@@ -81,8 +81,12 @@ def step_kind(ranks: Sequence[RankPlan]) -> str:
     return "prefill" if has_chunks else "decode" if has_decodes else "idle"
 
 
-def step_header(ranks: Sequence[RankPlan], *, step: int, epoch: int, exchange: str, snapshot: bool) -> StepHeader:
-    """Return what all ranks agree on, a function of their plans alone."""
+def step_header(
+    ranks: Sequence[RankPlan], *, step: int, epoch: int, exchange_of: Callable[[str, int], str], snapshot: bool
+) -> StepHeader:
+    """Return what all ranks agree on, a function of their plans alone; `exchange_of` takes kind and bucket."""
     bucket = max(rank.num_rows for rank in ranks)
     kind = step_kind(ranks)
-    return StepHeader(step=step, epoch=epoch, kind=kind, bucket=bucket, exchange=exchange, snapshot=snapshot)
+    return StepHeader(
+        step=step, epoch=epoch, kind=kind, bucket=bucket, exchange=exchange_of(kind, bucket), snapshot=snapshot
+    )

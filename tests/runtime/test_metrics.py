@@ -26,7 +26,7 @@ def counted(rank: int, steps: int) -> RankStats:
         counters.begin_step("decode", 3)
         counters.add_bytes("routed", 1_000)
         counters.add_bytes("kv", 500)
-        counters.add_bytes("exchange", 7)
+        counters.add_exchange((5, 4, 3), (0.25, 0.5, 1.0))
         counters.add_expert_tokens(np.array([[1 + rank, 1 + rank], [0, 0]]))
         counters.end_step(0.5)
     return rank_stats(rank, encode_counters(counters), used_blocks=3, total_blocks=12)
@@ -84,6 +84,9 @@ def test_ranks_are_exported_without_layers_or_experts() -> None:
     assert values["moewe_batch_tokens_total", decode] == 12
     assert values["moewe_busy_seconds_total", decode] == 2.0
     assert values["moewe_memory_bytes_total", (("component", "exchange"), *decode)] == 28
+    for scope, num_bytes, seconds in (("rank", 20, 1), ("domain", 16, 2), ("between", 12, 4)):
+        assert values["moewe_exchange_bytes_total", (*rank1, ("scope", scope))] == num_bytes
+        assert values["moewe_exchange_seconds_total", (*rank1, ("scope", scope))] == seconds
     assert values["moewe_expert_tokens_total", rank1] == 16
     assert values["moewe_kv_usage_ratio", rank1] == 0.25
     assert values["moewe_expert_imbalance_ratio", (("replica", "0"), ("scope", "rank"))] == pytest.approx(4 / 3)

@@ -343,3 +343,14 @@ def test_tokenizers_come_from_one_place(host):
     same = msgspec.structs.replace(options, model="owner/name", tokenizer="owner/name")
     assert model_tokenizer(same).decode([FIRST_ID]) == "a"
     assert model_tokenizer(msgspec.structs.replace(options, skip_tokenizer_init=True)) is None
+
+
+def test_an_exchange_that_cannot_work_is_refused_before_anything_starts():
+    with pytest.raises(ValueError, match="exchange='hierarchical' needs a group that spans domains"):
+        resolve(config("EP2DP1", parallel={"exchange": "hierarchical"}))
+    with pytest.raises(ValueError, match="exchange='nccl' is not allowed; use auto, shm"):
+        resolve(config("EP2DP1", parallel={"exchange": "nccl"}))
+    with pytest.raises(ValueError, match="exchange_payload='int8' is not allowed; use auto or fp8"):
+        resolve(config("EP2DP1", parallel={"exchange_payload": "int8"}))
+    found = resolve(config("EP2DP1[domains=1+1,rate=9]", parallel={"exchange": "hierarchical"}))
+    assert found.config.parallel.topology == "EP2DP1[adp=2,atp=1,red=0,domains=1+1,rate=9]"

@@ -56,8 +56,10 @@ def test_step_kind_looks_at_all_ranks():
     assert step_kind([idle, prefill]) == "prefill"
     assert step_kind([decode, idle]) == "decode"
     assert step_kind([decode, prefill]) == "mixed"
-    header = step_header([decode, prefill, idle], step=4, epoch=2, exchange="shm", snapshot=False)
-    assert (header.step, header.epoch, header.kind, header.bucket, header.exchange) == (4, 2, "mixed", 7, "shm")
+    header = step_header(
+        [decode, prefill, idle], step=4, epoch=2, exchange_of=lambda kind, bucket: f"{kind}-{bucket}", snapshot=False
+    )
+    assert (header.step, header.epoch, header.kind, header.bucket, header.exchange) == (4, 2, "mixed", 7, "mixed-7")
 
 
 def test_precedence_minds_priority_only_under_its_policy():

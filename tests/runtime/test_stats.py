@@ -12,13 +12,15 @@ def test_counters_arrive_with_shapes_and_values():
     counters = RankCounters(3, 5)
     counters.begin_step("decode", 7)
     counters.add_bytes("routed", 1 << 40)
+    counters.add_exchange((1, 2, 3 << 40), (0.5, 0.25, 0.125))
     counters.add_expert_tokens(np.array([[0] * 5, [0] * 5, [0, 1, 2, 3, 4]]))
     counters.end_step(0.25)
     counters.unowned_ids = 2
     stats = rank_stats(1, encode_counters(counters), used_blocks=4, total_blocks=9)
     assert (stats.rank, stats.used_blocks, stats.total_blocks, stats.unowned_ids) == (1, 4, 9, 2)
     back = decode_counters(stats)
-    for field in ("bytes_moved", "busy_seconds", "steps", "tokens", "expert_tokens"):
+    fields = ("bytes_moved", "busy_seconds", "steps", "tokens", "expert_tokens", "exchange_bytes", "exchange_seconds")
+    for field in fields:
         np.testing.assert_array_equal(getattr(back, field), getattr(counters, field))
 
 

@@ -103,7 +103,7 @@ def test_help_groups_flags_in_panels(capfd: pytest.CaptureFixture[str]) -> None:
         (["serve", "m", "-q", "fp8"], "-q asks for quantized weights, and this version has none of it"),
         (["serve", "m", "--enable-prefix-caching"], "asks for a prefix cache"),
         (["chat", "m", "--speculative-config={}"], "asks for speculative decoding"),
-        (["serve", "m", "--all2all-backend", "x"], "asks for a choice of all-to-all backends"),
+        (["serve", "m", "--all2all-backend", "x"], "or use exchange: shm, all_to_all"),
         (["banana"], "banana"),
     ],
 )

@@ -16,15 +16,16 @@ import numpy as np
 import torch
 
 from moewe.models.families import load_config
-from moewe.moe.wide_ep.exchanges.local import LocalExchange
-from moewe.moe.wide_ep.exchanges.threads import ThreadHub
-from moewe.moe.wide_ep.placement import linear_placement
+from moewe.moe.wide_ep.exchanges import Exchange, LocalExchange, ThreadHub, join_all_over_links
+from moewe.moe.wide_ep.placement import first_placement
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.plan import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
 from moewe.runtime.scheduler import Request, Scheduler, SequenceUpdate
 from moewe.runtime.worker import Worker
+from moewe.runtime.worker_main import group_shape
 from moewe.telemetry import ProgressBoard
-from moewe.topologies import parse_topology
+from moewe.topologies import RankGrid, parse_topology
+from moewe.topologies.exchange_choice import exchanges_to_join
 from tests.support.rank_threads import RankThread, results_of
 from tests.support.setups import Setup
 
@@ -78,17 +79,25 @@ class Group:
         self.top_k = moe.routing.top_k if moe else 0
         self.num_ranks = topology.ep
         num_experts = moe.routing.num_experts if moe else 0
-        placement = linear_placement(len(self.model.moe_layers), num_experts, self.num_ranks)
-        hub = ThreadHub(placement.slot_ranges) if self.num_ranks > 1 else None
+        placement = first_placement(
+            len(self.model.moe_layers),
+            num_experts,
+            num_redundant=topology.red,
+            domains=RankGrid(topology, self.num_ranks).domains(),
+        )
+        self._slot_experts = placement.physical_to_logical[0] if num_experts else np.empty(0, np.int32)
+        config, rule = setup.engine_config(checkpoint), setup.exchange_rule()
+        names = exchanges_to_join(rule.grid, rule.facts)
+        shape = group_shape(config, placement)
+        hub = ThreadHub(shape.slot_ranges, shape=shape) if self.num_ranks > 1 else None
         board = ProgressBoard(self.num_ranks)
-        config = setup.engine_config(checkpoint)
         self.ranks = [
             RankThread(
                 Worker(
                     config,
                     rank=rank,
                     num_ranks=self.num_ranks,
-                    exchange=hub.rank(rank) if hub else LocalExchange(placement.num_slots),
+                    exchange=joined(names, hub, rank, setup) if hub else LocalExchange(placement.num_slots),
                     placement=placement,
                     progress=board.rank(rank),
                     on_loading=lambda done, total: None,
@@ -177,8 +186,9 @@ class Group:
         return self.scheduler.num_preemptions
 
     def rows_per_expert(self) -> np.ndarray:
-        """Return the rows that reached each expert in each MoE layer, [L_moe, E]; linear placement: side by side."""
-        return np.concatenate([worker.counters.expert_tokens for worker in self.workers], axis=1)
+        """Return the rows that reached each expert in each MoE layer, [L_moe, E], replicas together."""
+        slots = np.concatenate([worker.counters.expert_tokens for worker in self.workers], axis=1)
+        return np.stack([np.bincount(self._slot_experts, row).astype(np.int64) for row in slots])
 
     def _all(self, name: str, *args: Any) -> list[Any]:
         """Call a method of every worker at once; it may be a collective."""
@@ -234,6 +244,14 @@ class Group:
                     outcome.logits[position] = logits[row].clone()
 
         return observe
+
+
+def joined(names: Sequence[str], hub: ThreadHub, rank: int, setup: Setup) -> Exchange:
+    """Return what the thread of a rank uses."""
+    if names == ("threads",):
+        return hub.rank(rank)
+    payload = setup.exchange_payload
+    return join_all_over_links(names, hub.shape, rank, lambda ranks: hub.link(ranks, rank), payload=payload)
 
 
 @dataclass(kw_only=True)

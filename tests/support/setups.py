@@ -13,9 +13,11 @@ from moewe.models.config import ModelConfig
 from moewe.models.footprint import kv_groups
 from moewe.quant import parse_format, parse_kv_format
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
+from moewe.runtime.kernels import exchange_rule
 from moewe.runtime.kv_layout import kv_layout, step_limits
 from moewe.runtime.scheduler import SchedulerConfig
 from moewe.topologies import parse_topology
+from moewe.topologies.exchange_choice import ExchangeRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,7 @@ class Setup:
         depth: steps in flight.
         keep_logits: record the logits of every row.
         eos_token_ids: end tokens; None takes the model's.
+        exchange, exchange_payload: as the options.
     """
 
     topology: str = "EP1DP1"
@@ -49,6 +52,8 @@ class Setup:
     depth: int = 2
     keep_logits: bool = True
     eos_token_ids: tuple[int, ...] | None = None
+    exchange: str = "auto"
+    exchange_payload: str = "auto"
 
     def engine_config(self, checkpoint: Path) -> EngineConfig:
         """Return the resolved configuration that a worker gets."""
@@ -61,7 +66,13 @@ class Setup:
                 load_format=self.load_format,
                 max_model_len=self.max_model_len,
             ),
-            parallel=ParallelOptions(topology=parse_topology(self.topology).long(), ranks="threads", threads=1),
+            parallel=ParallelOptions(
+                topology=parse_topology(self.topology).long(),
+                ranks="threads",
+                threads=1,
+                exchange=self.exchange,
+                exchange_payload=self.exchange_payload,
+            ),
             cache=CacheOptions(
                 block_size=self.block_size, num_blocks=self.num_blocks, kv_cache_dtype=self.kv_cache_dtype
             ),
@@ -71,6 +82,10 @@ class Setup:
                 policy=self.policy,
             ),
         )
+
+    def exchange_rule(self) -> ExchangeRule:
+        """Return what joins the ranks of a group, which are threads."""
+        return exchange_rule(self.engine_config(Path("any")), parse_topology(self.topology))
 
     def scheduler_config(self, model: ModelConfig, num_ranks: int) -> SchedulerConfig:
         """Return the limits that the scheduler plans within: those of a worker, or tighter ones."""
@@ -93,6 +108,6 @@ class Setup:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_chunk_tokens=self.max_chunk_tokens,
             policy=self.policy,
-            exchange="threads" if num_ranks > 1 else "local",
+            exchange_rule=self.exchange_rule(),
             eos_token_ids=model.eos_token_ids if self.eos_token_ids is None else self.eos_token_ids,
         )

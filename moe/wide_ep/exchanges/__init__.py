@@ -4,7 +4,7 @@ from .all_to_all import AllToAllExchange
 from .contract import Dispatched, Exchange
 from .group_shape import GroupShape, SlowRate
 from .hierarchical import HierarchicalExchange
-from .joining import OVER_LINKS, join_over_links, link_members
+from .joining import OVER_LINKS, join_all_over_links, join_over_links, link_members
 from .local import LocalExchange
 from .padded import PaddedExchange
 from .shm import ShmExchange, ShmShape
@@ -28,6 +28,7 @@ __all__ = [
     "ThreadExchange",
     "ThreadHub",
     "Traffic",
+    "join_all_over_links",
     "join_over_links",
     "link_members",
 ]

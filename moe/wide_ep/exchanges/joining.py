@@ -15,6 +15,7 @@ from .group_shape import GroupShape
 from .hierarchical import HierarchicalExchange
 from .links import Link, SlowLink
 from .padded import PaddedExchange
+from .stepwise import StepwiseExchange
 from .wire import make_payload
 
 LinkOf = Callable[[Sequence[int]], Link]
@@ -26,6 +27,20 @@ def link_members(name: str, shape: GroupShape) -> tuple[tuple[int, ...], ...]:
     if name == "hierarchical":
         return (*shape.rails, *shape.domains)
     return (tuple(range(shape.num_ranks)),)
+
+
+def join_all_over_links(
+    names: Sequence[str],
+    shape: GroupShape,
+    rank: int,
+    link_of: LinkOf,
+    *,
+    payload: str = "auto",
+    progress: RankProgress | None = None,
+) -> Exchange:
+    """Return the exchange that does as each step says where there are several `names`; see `join_over_links`."""
+    made = [join_over_links(name, shape, rank, link_of, payload=payload, progress=progress) for name in names]
+    return made[0] if len(made) == 1 else StepwiseExchange(made)
 
 
 def join_over_links(
