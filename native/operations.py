@@ -49,6 +49,7 @@ OPERATIONS = (
     Operation("exchange between ranks of one host", "moewe_shm_publish"),
     Operation("most likely token, finite rows", "moewe_scan_rows"),
     Operation("sampling", "moewe_draw_rows"),
+    Operation("log-probabilities", "moewe_row_logprobs"),
     Operation("quantising weights at load", "moewe_quantize"),
 )
 # Functions of the library that are no operation of a model, or only a part of one.

@@ -76,6 +76,7 @@ MAY_IMPORT_TORCH = {
     "runtime/worker.py",
     "runtime/worker_main.py",
     "runtime/ranks/logit_edits.py",
+    "runtime/ranks/logprobs.py",
     "runtime/ranks/masks.py",
     "runtime/ranks/memory.py",
     "runtime/ranks/native_draw.py",

@@ -1,6 +1,6 @@
 """Log-probabilities as a rank reports them: of the tokens that were chosen, and of the tokens of prompts.
 
-Not their computation (sampler.py `token_logprobs`) and not their texts (runtime/deltas.py). Those of prompts come in
+Not their computation (logprobs.py) and not their texts (runtime/deltas.py). Those of prompts come in
 pieces as chunks run, each place once, also where a preemption makes a prompt run again.
 Shapes: T rows of the step, K sampled; place p of a prompt is judged by the row that reads place p - 1.
 """
@@ -14,8 +14,8 @@ import torch
 
 from ..plan import PromptLogprobs, TokenLogprobs, pack
 from .batch import Segment, StepRows, WorkerBatch
+from .logprobs import token_logprobs
 from .row_scan import finite_rows
-from .sampler import token_logprobs
 
 # Rows of prompts whose logits exist at once. Between two pieces a rank shows a sign of life, so a piece must be short
 # beside `--stall-timeout` even where one slow core multiplies them with a large vocabulary.
@@ -31,10 +31,10 @@ def chosen_logprobs(
     at = np.flatnonzero((wanted >= 0) & healthy[rows.sample_slots] & generates)
     if not at.size:
         return ()
-    index = torch.from_numpy(at).to(logits.device)
-    found = token_logprobs(logits[index], tokens[index], int(wanted[at].max()))
+    own = tokens[torch.from_numpy(at).to(logits.device)]
+    found = token_logprobs(logits, own, int(wanted[at].max()), at)
     sequence_ids = batch.sequence_ids[rows.sample_slots[at]].tolist()
-    chosen = tokens[index].tolist()
+    chosen = own.tolist()
     return tuple(
         TokenLogprobs(
             sequence_id=sequence_ids[i],

@@ -1,7 +1,7 @@
-"""Logits to tokens, vectorised over rows: greedy, temperature, min_p, top_k, top_p, and log-probabilities.
+"""Logits to tokens, vectorised over rows: greedy, temperature, min_p, top_k, top_p.
 
-What requests do to logits before is logit_edits.py's: forbidden tokens come as -inf. Not a grammar and not a stop rule;
-rows never look at each other, so a row's token is the same in every batch.
+What requests do to logits before is logit_edits.py's: forbidden tokens come as -inf. Not a grammar, not a stop
+rule, not log-probabilities (logprobs.py); rows never look at each other, so a row's token is the same in every batch.
 Shapes: N rows, V vocabulary; logits [N, V] f32; per-row settings are numpy [N]. Ties go to the lower id everywhere.
 """
 
@@ -16,7 +16,6 @@ from .native_draw import can_draw_natively, draw_natively
 from .randomness import uniform
 from .row_scan import best_tokens
 
-LEAST_LOGPROB = -9999.0
 # A nucleus rarely holds more tokens than this; where it does, the row's whole vocabulary is sorted.
 _NUM_CANDIDATES = 1024
 _RUN = 256  # ids summed at once when the distribution function is inverted
@@ -56,23 +55,6 @@ class SamplingRows:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowLogprobs:
-    """Log-softmax of the raw logits at each row; nothing is below LEAST_LOGPROB, so that JSON can say it.
-
-    Attributes:
-        chosen: [N] f32, of the chosen token.
-        rank: [N] i64, how many tokens are at least as likely as the chosen one (1 is the most likely).
-        top_ids: [N, n] i64, most likely first.
-        top: [N, n] f32.
-    """
-
-    chosen: np.ndarray
-    rank: np.ndarray
-    top_ids: np.ndarray
-    top: np.ndarray
-
-
 def sample(logits: torch.Tensor, rows: SamplingRows, best: torch.Tensor | None = None) -> torch.Tensor:
     """Choose a token a row, [N] i64. The best of each row must be finite; tokens of -inf are never chosen."""
     tokens = best_tokens(logits) if best is None else best
@@ -82,19 +64,6 @@ def sample(logits: torch.Tensor, rows: SamplingRows, best: torch.Tensor | None =
         draw = draw_natively if can_draw_natively(logits) else _draw
         tokens[index] = draw(logits if chance.size == len(tokens) else logits[index], rows.take(chance))
     return tokens
-
-
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> RowLogprobs:
-    """Return the log-probability of `tokens` [N] i64 and of the `num_top` most likely ones of each row."""
-    logprobs = logits.float().log_softmax(-1).clamp_(min=LEAST_LOGPROB)
-    chosen = logprobs.gather(1, tokens[:, None])
-    ids, top = _most_likely(logprobs, num_top)
-    return RowLogprobs(
-        chosen=chosen[:, 0].cpu().numpy(),
-        rank=(logprobs >= chosen).sum(-1).cpu().numpy(),
-        top_ids=ids.cpu().numpy(),
-        top=top.cpu().numpy(),
-    )
 
 
 def _draw(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
@@ -162,22 +131,3 @@ def _count_kept(
     num_kept = (within & (before < wanted)).sum(-1, keepdim=True).clamp_(min=1)
     enough = num == vocab or bool(((limit <= num) | (cumulative[:, -1:] >= wanted)).all())
     return (num_kept, top.gather(1, num_kept - 1)), enough
-
-
-def _most_likely(logprobs: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
-    num = min(num, logprobs.shape[1])
-    if num == 0:
-        empty = logprobs[:, :0]
-        return empty.long(), empty
-    top, ids = logprobs.topk(num)
-    least = top[:, -1:]
-    crowded = ((logprobs >= least).sum(-1) > num).nonzero()[:, 0]  # which of the tied ones topk takes is not defined
-    if crowded.numel():
-        rows = logprobs[crowded]
-        above, tied = rows > least[crowded], rows == least[crowded]
-        tied &= tied.cumsum(-1, dtype=torch.int32) <= num - above.sum(-1, keepdim=True)
-        ids[crowded] = (above | tied).nonzero()[:, 1].view(-1, num)
-    # Logits of 16 bits tie in most rows: sorting `num` of them by id, then by value, is cheap; all of them is not.
-    ids = ids.sort(dim=-1).values
-    top, order = logprobs.gather(1, ids).sort(dim=-1, descending=True, stable=True)
-    return ids.gather(1, order), top

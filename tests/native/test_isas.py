@@ -15,6 +15,7 @@ FILES = (
     "tests/moe/test_native_experts.py",
     "tests/moe/test_quantized_experts.py",
     "tests/models/test_native_latent.py",
+    "tests/runtime/test_logprobs.py",
 )
 
 

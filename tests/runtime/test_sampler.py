@@ -10,9 +10,9 @@ from scipy import stats
 from moewe.native.library import load
 from moewe.runtime.ranks import sampler, sampler_reference
 from moewe.runtime.ranks.randomness import uniform
-from moewe.runtime.ranks.sampler import SamplingRows, sample, token_logprobs
+from moewe.runtime.ranks.sampler import SamplingRows, sample
 from moewe.runtime.ranks.sampling_state import GREEDY_TEMPERATURE
-from tests.support.numerics import LOGPROBS, PROBABILITIES
+from tests.support.numerics import PROBABILITIES
 
 
 @pytest.fixture(params=["native", "torch"], autouse=True)
@@ -183,20 +183,6 @@ def test_greedy_ties_go_to_the_lower_id():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10_000), st.integers(1, 40), st.integers(0, 20), st.sampled_from([None, 1, 3]))
-def test_logprobs_equal_reference(seed, vocab, num_top, levels):
-    logits = random_logits(3, vocab, seed=seed, levels=levels)
-    tokens = torch.randint(vocab, (3,), generator=torch.Generator().manual_seed(seed))
-    result = token_logprobs(logits, tokens, num_top)
-    for row in range(3):
-        chosen, rank, top = sampler_reference.logprobs(logits[row].numpy(), int(tokens[row]), num_top)
-        assert abs(result.chosen[row] - chosen) < LOGPROBS
-        assert result.rank[row] == rank
-        assert result.top_ids[row].tolist() == [token for token, _ in top]
-        assert np.allclose(result.top[row], [value for _, value in top], atol=LOGPROBS)
-
-
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 900), st.floats(0, 1, exclude_max=True))
 def test_inverting_never_yields_a_token_of_no_weight(seed, vocab, chance):
     generator = torch.Generator().manual_seed(seed)
@@ -209,26 +195,3 @@ def test_inverting_never_yields_a_token_of_no_weight(seed, vocab, chance):
         share = (weights[row].double().cumsum(0) / weights[row].double().sum()).numpy()
         assert share[token] >= chances[row] - 1e-12
         assert token == 0 or share[token - 1] <= chances[row] + 1e-12
-
-
-def test_logprobs_can_be_said_in_json():
-    logits = torch.zeros(1, 5)
-    logits[0, 1], logits[0, 2] = 3e38, -3e38
-    found = token_logprobs(logits, torch.tensor([2]), 5)
-    assert found.chosen.tolist() == [sampler.LEAST_LOGPROB] and np.isfinite(found.top).all()
-
-
-def test_rows_full_of_ties_are_not_sorted_whole(monkeypatch):
-    # Logits of 16 bits tie nearly always, and a prompt has thousands of rows: such sorts once took a rank for stuck.
-    widths = []
-    plain = torch.Tensor.sort
-
-    def sort(values, *arguments, **options):
-        widths.append(values.shape[-1])
-        return plain(values, *arguments, **options)
-
-    monkeypatch.setattr(torch.Tensor, "sort", sort)
-    logits = torch.randint(0, 3, (8, 4096), generator=torch.Generator().manual_seed(5)).float()
-    found = token_logprobs(logits, torch.zeros(8, dtype=torch.int64), 20)
-    assert max(widths) <= 20
-    assert found.top_ids.tolist() == [(row == 2).nonzero()[:20, 0].tolist() for row in logits]
