@@ -242,7 +242,7 @@ def _report(channel: Channel[ToWorker], rank: int, error: Exception, *, user_err
 def _is_about_peers(error: Exception) -> bool:
     """Tell a broken collective (somebody else ended) from an error of this rank."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return any(f"torch{os.sep}distributed" in file or file.endswith(f"exchanges{os.sep}threads.py") for file in files)
+    return any(f"torch{os.sep}distributed" in file or file.endswith(f"{os.sep}thread_links.py") for file in files)
 
 
 def build_worker(

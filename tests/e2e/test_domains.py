@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from typing import Any
 
 import pytest
+import torch
 
+from moewe.moe.wide_ep.exchanges import GroupShape, ThreadHub, join_over_links
 from moewe.runtime.metrics.stats import decode_counters
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.prompts import packed
-from tests.runtime.test_generation import FIXTURE, descendants, is_gone, start
+from moewe.runtime.worker_main import _is_about_peers
+from tests.runtime.test_generation import FIXTURE, descendants, is_gone, start, wait_gone
 from tests.support.comparison import compare_runs
 from tests.support.fixtures import checkpoint, random_prompt, reference_greedy
 from tests.support.harness import generate, greedy
@@ -30,15 +36,72 @@ def test_domains_give_the_logits_of_one_rank(name: str, topology: str) -> None:
 
 
 @needs_native
-def test_domains_are_bitwise_among_themselves() -> None:
-    """Alone or in company and whatever the chunks: experts stay where they are, so do the sums of their outputs."""
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"topology": "EP4DP1[domains=2+2]"}, {"topology": "EP4DP1[domains=2+2]", "max_chunk_tokens": 7}),
+        # All rows are rounded, wherever their experts are: neither the number of ranks nor that of domains' shows.
+        ({"topology": "EP4DP1", "exchange_payload": "fp8"}, {"topology": "EP2DP1", "exchange_payload": "fp8"}),
+    ],
+    ids=["hierarchical", "fp8"],
+)
+def test_company_and_chunks_change_no_bit(first: dict[str, Any], second: dict[str, Any]) -> None:
     path = checkpoint("T-QW3", dtype="bfloat16")
-    setup = Setup(topology="EP4DP1[domains=2+2]", dtype="bfloat16")
-    together = generate(path, PROMPTS, setup=setup, params=greedy(8, logprobs=2)).outcomes
-    alone = generate(path, PROMPTS, setup=setup, params=greedy(8, logprobs=2), one_by_one=True).outcomes
-    for one, other in zip(alone, together, strict=True):
-        assert one.tokens == other.tokens
-        assert [(p.token_ids, p.logprobs) for p in one.logprobs] == [(p.token_ids, p.logprobs) for p in other.logprobs]
+    ways = ((first, False), (first, True), (second, False))
+    expected, *others = (
+        generate(
+            path, PROMPTS, setup=Setup(dtype="bfloat16", **way), params=greedy(8, logprobs=2), one_by_one=alone
+        ).outcomes
+        for way, alone in ways
+    )
+    for outcomes in others:
+        for one, other in zip(expected, outcomes, strict=True):
+            assert one.tokens == other.tokens
+            assert torch.equal(one.logits_of_all(), other.logits_of_all())
+
+
+def test_fp8_rows_stay_near() -> None:
+    path = checkpoint("T-QW3")
+    expected = generate(path, PROMPTS, setup=Setup(), params=greedy(1)).outcomes
+    rounded = generate(path, PROMPTS, setup=Setup(topology="EP2DP1", exchange_payload="fp8"), params=greedy(1)).outcomes
+    for one, other in zip(expected, rounded, strict=True):
+        left, right = one.logits_of_all(), other.logits_of_all()
+        error = float((left - right).pow(2).mean().sqrt() / left.pow(2).mean().sqrt())
+        assert 0 < error < 0.05
+
+
+def test_who_only_lost_the_others_says_so() -> None:
+    """A rank over links between threads that breaks for another's sake is not the one to blame."""
+    shape = GroupShape(slot_ranges=((0, 1), (1, 2)), domain_sizes=(1, 1))
+    hub = ThreadHub(shape.slot_ranges, shape=shape)
+    exchange = join_over_links("hierarchical", shape, 0, lambda ranks: hub.link(ranks, 0))
+    hub.abort("rank 1 has ended")
+    with pytest.raises(RuntimeError, match="rank 1 has ended") as error:
+        exchange.dispatch(torch.ones(1, 4), torch.ones(1, 1, dtype=torch.int32))
+    assert _is_about_peers(error.value)
+    with pytest.raises(RuntimeError) as error:
+        exchange.dispatch(torch.ones(1, 4), torch.full((1, 1), 9, dtype=torch.int32))
+    assert not _is_about_peers(error.value)
+
+
+@pytest.mark.spawn
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_lost_in_another_domain_is_named(number: signal.Signals) -> None:
+    replicas = start("EP4DP1[domains=2+2]", stall_timeout_s=3.0)
+    pids = descendants(replicas)
+    replicas.submit("a", packed(PROMPTS[0]), SamplingParams(max_tokens=400, temperature=0, ignore_eos=True))
+    while not replicas.poll(0.5):
+        continue
+    os.kill(replicas.ready[0].pids[3], number)
+    assert finish(replicas, 1)[1] == {"a": "error"}
+    deadline = time.monotonic() + 20
+    while replicas.failure is None:
+        assert time.monotonic() < deadline
+        replicas.poll(0.2)
+    assert replicas.failure.rank == 3, replicas.failure.reason
+    replicas.close()
+    assert wait_gone(pids)
 
 
 @pytest.mark.parametrize("exchange", ["all_to_all", "padded"])
