@@ -1,6 +1,7 @@
-"""EPxDPy grammar, rank grid, footprint records and byte budget (level 1)."""
+"""EPxDPy grammar, rank grid, footprint records, byte budget, and the choice of a topology by cost (level 1)."""
 
 from .budget import ByteBudget, byte_budget, check_fits, check_runnable, format_bytes
+from .choice import AUTO, Machine, choose_topology
 from .expansion import expansion
 from .footprint import ModelFootprint
 from .grid import RankGrid, placement_summary, slot_ranges
@@ -9,10 +10,12 @@ from .layout import Layout, RequestClass, load_layout, preset_names
 from .spec import DIALECTS, Topology, TopologyError, make_topology, parse_topology
 
 __all__ = [
+    "AUTO",
     "DIALECTS",
     "ByteBudget",
     "KVGroup",
     "Layout",
+    "Machine",
     "ModelFootprint",
     "RankGrid",
     "RequestClass",
@@ -22,6 +25,7 @@ __all__ = [
     "byte_budget",
     "check_fits",
     "check_runnable",
+    "choose_topology",
     "expansion",
     "format_bytes",
     "load_layout",
