@@ -141,6 +141,7 @@ class CounterRecord(msgspec.Struct, frozen=True, kw_only=True):
     steps: bytes
     tokens: bytes
     expert_tokens: bytes
+    expert_decode_tokens: bytes
     exchange_bytes: bytes
     exchange_seconds: bytes
     num_moe_layers: int

@@ -351,6 +351,7 @@ class Worker:
             values[...] = 0
         self.counters.tokens[...] = 0
         self.counters.expert_tokens[...] = 0
+        self.counters.expert_decode_tokens[...] = 0
         self.counters.exchange_bytes[...] = 0
         self.counters.exchange_seconds[...] = 0
         self._counters_due = False

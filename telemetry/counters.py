@@ -1,8 +1,8 @@
 """Counters that anyone may increment: bytes and tokens of one rank, by phase and component.
 
 Not an exporter and not a model of the hardware: numbers go in here and are read elsewhere.
-Units: bytes, seconds, tokens. Arrays: `bytes_moved` [phase, component] i64, `expert_tokens` [L_moe, P_local] i64,
-`exchange_bytes` i64 and `exchange_seconds` f64 [scope].
+Units: bytes, seconds, tokens. Arrays: `bytes_moved` [phase, component] i64, `expert_tokens` and of it
+`expert_decode_tokens` [L_moe, P_local] i64, `exchange_bytes` i64 and `exchange_seconds` f64 [scope].
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ PHASES = ("prefill", "decode", "mixed", "idle")
 COMPONENTS = ("attention", "routed", "shared", "dense", "kv", "activations", "exchange")
 SCOPES = ("rank", "domain", "between")  # how far rows go: within the rank, within its domain, between domains
 _PHASE = {name: i for i, name in enumerate(PHASES)}
+_DECODE = _PHASE["decode"]
 _COMPONENT = {name: i for i, name in enumerate(COMPONENTS)}
 
 
@@ -35,11 +36,13 @@ class RankCounters:
     exchange_bytes: np.ndarray = field(default_factory=lambda: np.zeros(len(SCOPES), np.int64))
     exchange_seconds: np.ndarray = field(default_factory=lambda: np.zeros(len(SCOPES), np.float64))
     expert_tokens: np.ndarray = field(init=False)
+    expert_decode_tokens: np.ndarray = field(init=False)  # those of steps of phase decode
     unowned_ids: int = 0
     phase: int = _PHASE["idle"]
 
     def __post_init__(self) -> None:
         self.expert_tokens = np.zeros((self.num_moe_layers, self.num_local_slots), np.int64)
+        self.expert_decode_tokens = np.zeros_like(self.expert_tokens)
         self._bytes = self.bytes_moved.reshape(-1).data  # faster than numpy for single numbers
 
     def begin_step(self, phase: str, num_tokens: int) -> None:
@@ -61,6 +64,8 @@ class RankCounters:
     def add_expert_tokens(self, tokens_per_slot: np.ndarray) -> None:
         """Count rows that reached each local slot of every MoE layer in one pass: [L_moe, P_local] i64."""
         self.expert_tokens += tokens_per_slot
+        if self.phase == _DECODE:
+            self.expert_decode_tokens += tokens_per_slot
 
     def end_step(self, busy_seconds: float) -> None:
         """Close the step that `begin_step` opened; `busy_seconds` is its time from first to last operation."""

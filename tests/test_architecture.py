@@ -36,6 +36,7 @@ LEVELS = {
 INNER = {
     "moe.wide_ep.placement": "moe.wide_ep",
     "moe.wide_ep.exchanges": "moe.wide_ep",
+    "moe.wide_ep.balancing": "moe.wide_ep",
     "models.demo": "models",
     "server.bench": "server",
     "text.parsers": "text",
@@ -61,6 +62,7 @@ NO_TORCH = [
     "native/",
     "topologies/",
     "moe/wide_ep/placement/",
+    "moe/wide_ep/balancing/",
     "moe/wide_ep/synthetic.py",
     "moe/wide_ep/traces.py",
     "kvcache/block_pool.py",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ...moe.wide_ep.balancing import SlotWindow
 from ...telemetry import COMPONENTS, PHASES, SCOPES, RankCounters
 from ..messages import RankStats, Ready, Stats
 from .saturation import expert_imbalance, memory_bytes, saturation
@@ -36,6 +37,7 @@ class ReplicaMetrics:
         self._baseline: list[RankCounters] = []  # where the window begins
         self._mark: list[RankCounters] = []  # where the next one will
         self._mark_time = 0.0
+        self.slots = SlotWindow(span_s=WINDOW_S, parts=1)  # of all ranks, side by side
 
     def observe(self, stats: Stats, now: float) -> None:
         """Take newer statistics; `now` is monotonic seconds."""
@@ -44,6 +46,7 @@ class ReplicaMetrics:
             return
         self.ranks = list(stats.ranks)
         self.counters = [decode_counters(rank) for rank in stats.ranks]
+        self._observe_slots(now)
         if not self._mark_time:
             self._mark_time = now
         elif now - self._mark_time >= WINDOW_S:
@@ -110,10 +113,18 @@ class ReplicaMetrics:
             yield "moewe_expert_imbalance_ratio", (replica, "rank"), by_rank
             yield "moewe_expert_imbalance_ratio", (replica, "slot"), by_slot
 
+    def _observe_slots(self, now: float) -> None:
+        """Put the slots of all ranks side by side, once all have counted."""
+        if len({counters.num_moe_layers for counters in self.counters}) > 1:
+            return  # some rank has not run yet
+        decode = np.concatenate([counters.expert_decode_tokens for counters in self.counters], axis=1)
+        every = np.concatenate([counters.expert_tokens for counters in self.counters], axis=1)
+        self.slots.observe(now, {"decode": decode, "prefill": every - decode})
+
     def _window_expert_tokens(self) -> list[np.ndarray]:
-        if len(self._baseline) != len(self.counters):
-            return [now.expert_tokens for now in self.counters]
-        return [now.expert_tokens - then.expert_tokens for now, then in zip(self.counters, self._baseline)]
+        """Return what the slots of each rank got in the window."""
+        bounds = np.cumsum([counters.num_local_slots for counters in self.counters])[:-1]
+        return np.split(self.slots.tokens(), bounds, axis=1)
 
     def _rank_samples(self, stats: RankStats, counters: RankCounters) -> Iterator[Sample]:
         labels = (str(self.replica), str(stats.rank))

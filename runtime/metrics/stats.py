@@ -26,6 +26,7 @@ def encode_counters(counters: RankCounters) -> bytes:
             steps=pack(counters.steps, "<i8"),
             tokens=pack(counters.tokens, "<i8"),
             expert_tokens=pack(counters.expert_tokens, "<i8"),
+            expert_decode_tokens=pack(counters.expert_decode_tokens, "<i8"),
             exchange_bytes=pack(counters.exchange_bytes, "<i8"),
             exchange_seconds=pack(counters.exchange_seconds, "<f8"),
             num_moe_layers=counters.num_moe_layers,
@@ -58,5 +59,7 @@ def decode_counters(stats: RankStats) -> RankCounters:
     counters.tokens = unpack(stats.tokens, "<i8")
     counters.exchange_bytes = unpack(stats.exchange_bytes, "<i8")
     counters.exchange_seconds = unpack(stats.exchange_seconds, "<f8")
-    counters.expert_tokens = np.reshape(unpack(stats.expert_tokens, "<i8"), (stats.num_moe_layers, num_slots))
+    shape = (stats.num_moe_layers, num_slots)
+    counters.expert_tokens = np.reshape(unpack(stats.expert_tokens, "<i8"), shape)
+    counters.expert_decode_tokens = np.reshape(unpack(stats.expert_decode_tokens, "<i8"), shape)
     return counters

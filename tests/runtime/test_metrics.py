@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -160,3 +161,23 @@ def test_everything_exported_is_in_the_table_with_its_labels() -> None:
 
 def test_document_holds_the_table() -> None:
     assert (Path(__file__).parents[2] / "docs" / "metrics.md").read_text().endswith(markdown_table())
+
+
+def test_load_of_slots_is_kept_by_phase_and_forgotten_in_time() -> None:
+    replica = ReplicaMetrics(0)
+    replica.observe(stats(4), 1.0)
+    assert replica.slots.tokens("decode").tolist() == [[4, 4, 8, 8], [0, 0, 0, 0]]
+    assert not replica.slots.tokens("prefill").any()
+    for window in range(1, 3):
+        replica.observe(stats(4 + window), 1.0 + window * (WINDOW_S + 1))
+    assert replica.slots.tokens("decode").tolist() == [[1, 1, 2, 2], [0, 0, 0, 0]]
+    imbalances = {labels[1]: value for name, labels, value in replica.samples() if name.endswith("imbalance_ratio")}
+    assert imbalances == {"rank": pytest.approx(4 / 3), "slot": pytest.approx(4 / 3)}
+
+
+def test_a_rank_that_has_not_counted_yet_leaves_the_window_alone() -> None:
+    replica = ReplicaMetrics(0)
+    silent = rank_stats(1, b"", used_blocks=0, total_blocks=12)
+    replica.observe(msgspec.structs.replace(stats(2), ranks=(counted(0, 2), silent)), 1.0)
+    assert replica.slots.tokens().shape == (0, 0)
+    assert ("moewe_expert_imbalance_ratio", ("0", "rank"), 0.0) in list(replica.samples())

@@ -19,7 +19,12 @@ def test_counters_arrive_with_shapes_and_values():
     stats = rank_stats(1, encode_counters(counters), used_blocks=4, total_blocks=9)
     assert (stats.rank, stats.used_blocks, stats.total_blocks, stats.unowned_ids) == (1, 4, 9, 2)
     back = decode_counters(stats)
-    fields = ("bytes_moved", "busy_seconds", "steps", "tokens", "expert_tokens", "exchange_bytes", "exchange_seconds")
+    counters.begin_step("prefill", 7)
+    counters.add_expert_tokens(np.ones((3, 5), np.int64))
+    back = decode_counters(rank_stats(1, encode_counters(counters), used_blocks=4, total_blocks=9))
+    assert (back.expert_tokens - back.expert_decode_tokens == 1).all() and back.expert_decode_tokens.sum() == 10
+    fields = ("bytes_moved", "busy_seconds", "steps", "tokens", "expert_tokens", "expert_decode_tokens")
+    fields += ("exchange_bytes", "exchange_seconds")
     for field in fields:
         np.testing.assert_array_equal(getattr(back, field), getattr(counters, field))
 
