@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -45,6 +46,9 @@ __all__ = [
     "SequenceUpdate",
 ]
 
+# Lengths whose blocks are remembered.
+MOST_NEEDS = 1 << 15
+
 
 class Scheduler:
     """Three verbs: `add` requests, `schedule` a step, `apply` its result; and `abort` or `finish` at any time.
@@ -63,6 +67,7 @@ class Scheduler:
         self.epoch = 0
         self.num_preemptions = 0
         self._clock = clock
+        self._group_needs = lru_cache(MOST_NEEDS)(config.group_needs)
         self._batch = BatchState(config)
         self._queue = WaitingQueue(config.policy)
         self._requests: dict[str, Request] = {}  # all that are not finished
@@ -88,6 +93,7 @@ class Scheduler:
             )
         request.max_length = max_length
         request.awaits_mask = request.constrained
+        request.sampling = steps.sampling_state(request, self.config.eos_token_ids)
         request.state = RequestState.WAITING
         self._requests[request.request_id] = request
         self._queue.push(request)
@@ -157,7 +163,7 @@ class Scheduler:
         return self._steady.plan(self._batch, step=self._next_step, epoch=self.epoch)
 
     def _plan(self, *, snapshot: bool) -> StepPlan | None:
-        batch, eos = self._batch, self.config.eos_token_ids
+        batch = self._batch
         self._let_go()
         self._take_back()
         batch.free_passed()
@@ -172,9 +178,9 @@ class Scheduler:
             return None
         grants = steps.commit(batch, draft)
         if snapshot:
-            ranks = steps.snapshot_plans(batch, draft, eos)
+            ranks = steps.snapshot_plans(batch, draft)
         else:
-            ranks = steps.delta_plans(draft, released=self._released, admitted=admitted, grants=grants, eos=eos)
+            ranks = steps.delta_plans(draft, released=self._released, admitted=admitted, grants=grants)
         self._released = [[] for _ in ranks]
         header = step_header(
             ranks, step=self._next_step, epoch=self.epoch, exchange_of=self.config.exchange_of, snapshot=snapshot
@@ -222,14 +228,15 @@ class Scheduler:
         loads = steps.rank_loads(self._batch, growing=growing, blocked=blocked)
         slots: dict[int, Iterator[int]] = {}  # free ones of ranks that were chosen, ascending
         while (request := self._queue.first()) is not None:
+            num_tokens = request.num_tokens
             rank = loads.place(
-                prompt_blocks=self.config.group_needs(request.num_tokens),
-                worst_blocks=self.config.group_needs(request.most_computed),
-                token_work=steps.token_work(request),
+                prompt_blocks=self._group_needs(num_tokens),
+                worst_blocks=self._group_needs(request.most_computed),
+                token_work=steps.token_work(num_tokens, request.max_length),
             )
             if rank < 0:
                 break
-            self._queue.remove(request)
+            self._queue.pop()
             if rank not in slots:
                 slots[rank] = iter(self._batch.free_slots(rank))
             request.rank, request.slot, request.sequence_id = rank, next(slots[rank]), self._next_sequence_id

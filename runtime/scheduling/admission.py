@@ -91,6 +91,11 @@ class WaitingQueue:
         """Return the next request to be served, or None."""
         return self._requests[0] if self._requests else None
 
+    def pop(self) -> Request:
+        """Take out the next request to be served."""
+        del self._keys[0]
+        return self._requests.pop(0)
+
     def remove(self, request: Request) -> None:
         """Take `request` out, wherever it stands."""
         at = bisect.bisect_left(self._keys, precedence(request, self._policy))

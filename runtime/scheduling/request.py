@@ -7,7 +7,6 @@ Units: tokens; `arrival` and `first_scheduled` are seconds of the engine's monot
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -15,7 +14,7 @@ import msgspec
 import numpy as np
 
 from ..params import SamplingParams
-from ..plan import PromptLogprobs, TokenLogprobs
+from ..plan import PromptLogprobs, SamplingState, TokenLogprobs
 from .token_log import TokenLog
 
 
@@ -49,6 +48,7 @@ class Request:
         num_preemptions: how often it lost its slot to others.
         awaits_mask: the mask of its next token has not come.
         num_prompt_logprobs: places of the prompt whose log-probabilities were reported.
+        sampling: what a worker must know of `params`; set by `Scheduler.add`.
         mask: of its next token, in the form of `TokenMask.words`; None allows all.
         past: tokens applied so far, i32, but for those that the log of its batch still has.
         log, place: that log, and its place there; None and -1 while it has no slot.
@@ -69,6 +69,7 @@ class Request:
     first_scheduled: float = 0.0
     num_preemptions: int = 0
     awaits_mask: bool = False
+    sampling: SamplingState | None = None
     mask: bytes | None = None
     num_prompt_logprobs: int = 0
     past: array[int] = field(default_factory=lambda: array("i"))
@@ -110,17 +111,16 @@ class Request:
 
     def token_ids(self) -> np.ndarray:
         """Return all known tokens, i32 [num_tokens]."""
-        self._settle()
-        prompt = np.asarray(self.prompt_token_ids, np.int32)
-        return np.concatenate([prompt, np.array(self.past, np.int32)]) if self.past else prompt
+        return np.frombuffer(self.token_bytes(), np.int32)
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens that did not come through the log."""
+    def token_bytes(self) -> bytes:
+        """Return all known tokens in the form of `plan.pack`."""
         self._settle()
-        self.past.extend(tokens)
+        prompt = self.prompt_token_ids.astype("<i4", copy=False).tobytes()
+        return prompt + self.past.tobytes() if self.past else prompt
 
     def _settle(self) -> None:
-        if self.log is not None:
+        if self.log is not None and self.log.is_behind(self.place):
             self.log.settle((self,))
 
 

@@ -128,7 +128,9 @@ def _read_plain(
     verdicts = [FINISH_NONE] * len(at) if flags is None else flags[at].tolist()
     for request, token, flag in zip(owners, tokens[at].tolist(), verdicts, strict=True):
         if request is not None:  # else it was aborted or finished with this token in flight
-            updates.append(_advance(request, [token], flag, ()))
+            if flag != FINISH_ERROR:
+                request.past.append(token)
+            updates.append(_update(request, [token], flag, ()))
     return places[goes_on], tokens[goes_on]
 
 
@@ -149,7 +151,9 @@ def _read_rank(
         owners, ids, _tokens(outcome), _flags(outcome, len(ids)), strict=True
     ):
         if request is not None:
-            update = _advance(request, tokens, flag, tuple(logprobs.get(sequence_id, ())))
+            if flag != FINISH_ERROR:
+                request.past.extend(tokens)
+            update = _update(request, tokens, flag, tuple(logprobs.get(sequence_id, ())))
             if prompts and (early := prompts.pop(sequence_id, None)) is not None:
                 update.prompt_logprobs = early.prompt_logprobs
             updates.append(update)
@@ -170,10 +174,9 @@ def _settle(owners: Sequence[Request | None], batch: BatchState) -> None:
     batch.log.settle([request for request in owners if request is not None and request.log is not None])
 
 
-def _advance(request: Request, tokens: list[int], flag: int, logprobs: tuple[TokenLogprobs, ...]) -> SequenceUpdate:
+def _update(request: Request, tokens: list[int], flag: int, logprobs: tuple[TokenLogprobs, ...]) -> SequenceUpdate:
     if flag == FINISH_ERROR:
         return SequenceUpdate(request, [], (), "error", NOT_FINITE)
-    request.extend(tokens)
     return SequenceUpdate(request, tokens, logprobs, REASONS[flag])
 
 

@@ -45,20 +45,23 @@ class StepDraft:
         return not (self.decoding.any() or any(self.chunks))
 
 
-def token_work(request: Request) -> int:
-    """Return the tokens that a rank takes on with `request`: its known ones, and its expected output."""
-    return request.num_tokens + min(request.max_length - request.num_tokens, EXPECTED_OUTPUT_TOKENS)
+def token_work(num_tokens: int, max_length: int) -> int:
+    """Return the tokens that a rank takes on with a request: its known ones, and its expected output."""
+    return num_tokens + min(max_length - num_tokens, EXPECTED_OUTPUT_TOKENS)
 
 
 def rank_loads(batch: BatchState, *, growing: np.ndarray, blocked: np.ndarray) -> RankLoads:
     """Measure every rank before admission; ranks in `blocked` [W] bool get no free slot. `growing` as in StepDraft."""
     config, taken = batch.config, batch.phase != FREE
-    prompt = np.where(batch.phase == PREFILL, -(-batch.known // config.block_size), 0)
+    prefilling = batch.phase == PREFILL
+    has_prompts = bool(prefilling.any())
     whole = np.where(taken, -(-batch.limit // config.block_size), 0)
     spare, worst = batch.free_blocks - growing.sum(1), np.empty_like(batch.free_blocks)
     for g, group in enumerate(config.groups):
-        most, held = config.most_held(group), batch.granted - batch.first[g]
-        spare[g] -= np.where(prompt > 0, np.minimum(prompt, most) - held, 0).sum(1)
+        most = config.most_held(group)
+        if has_prompts:
+            prompt, held = -(-batch.known // config.block_size), batch.granted - batch.first[g]
+            spare[g] -= np.where(prefilling, np.minimum(prompt, most) - held, 0).sum(1)
         worst[g] = np.minimum(whole, most).sum(1)
     prompt_left = batch.known - np.minimum(batch.computed, batch.known)
     output_left = batch.limit + 1 - np.maximum(batch.computed, batch.known)
@@ -192,32 +195,38 @@ def take_masks(batch: BatchState, draft: StepDraft) -> list[tuple[TokenMask, ...
     return masks
 
 
-def admission(request: Request, eos_token_ids: tuple[int, ...], *, num_computed_tokens: int = 0) -> Admission:
-    """Return what a worker needs to know of `request`, which sits in its slot already."""
+def sampling_state(request: Request, eos_token_ids: tuple[int, ...]) -> SamplingState:
+    """Return what a worker needs to know of how tokens of `request` are chosen."""
     params = request.params
+    return SamplingState(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=request.seed,
+        num_logprobs=-1 if params.logprobs is None else params.logprobs,
+        eos_token_ids=(() if params.ignore_eos else eos_token_ids) + params.stop_token_ids,
+        min_tokens=params.min_tokens,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=params.logit_bias,
+        bad_words=params.bad_word_tokens,
+        num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+    )
+
+
+def admission(request: Request, *, num_computed_tokens: int = 0) -> Admission:
+    """Return what a worker needs to know of `request`, which sits in its slot already."""
+    assert request.sampling is not None, f"{request.request_id} was never added"
     return Admission(
         slot=request.slot,
         sequence_id=request.sequence_id,
-        tokens=pack(request.token_ids()),
+        tokens=request.token_bytes(),
         max_length=request.max_length,
-        sampling=SamplingState(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            seed=request.seed,
-            num_logprobs=-1 if params.logprobs is None else params.logprobs,
-            eos_token_ids=(() if params.ignore_eos else eos_token_ids) + params.stop_token_ids,
-            min_tokens=params.min_tokens,
-            min_p=params.min_p,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            repetition_penalty=params.repetition_penalty,
-            logit_bias=params.logit_bias,
-            bad_words=params.bad_word_tokens,
-            num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
-        ),
+        sampling=request.sampling,
         num_computed_tokens=num_computed_tokens,
-        num_prompt_tokens=len(request.prompt_token_ids) if request.generated else -1,
+        num_prompt_tokens=len(request.prompt_token_ids) if request.past else -1,
         prompt_logprobs_from=request.num_prompt_logprobs + 1,
     )
 
@@ -228,13 +237,12 @@ def delta_plans(
     released: list[list[int]],
     admitted: list[list[Request]],
     grants: list[bytes],
-    eos: tuple[int, ...],
 ) -> tuple[RankPlan, ...]:
     """Write the plan of each rank as what changes (see `RankPlan`)."""
     return tuple(
         RankPlan(
             released=pack(np.array(released[rank])) if released[rank] else b"",
-            admitted=tuple(admission(request, eos) for request in admitted[rank]),
+            admitted=tuple([admission(request) for request in admitted[rank]]),
             grants=grants[rank],
             chunks=tuple(draft.chunks[rank]),
             num_decodes=num_decodes,
@@ -245,7 +253,7 @@ def delta_plans(
     )
 
 
-def snapshot_plans(batch: BatchState, draft: StepDraft, eos: tuple[int, ...]) -> tuple[RankPlan, ...]:
+def snapshot_plans(batch: BatchState, draft: StepDraft) -> tuple[RankPlan, ...]:
     """Write the plan of each rank as all that it must hold, after `commit` of `draft`, with nothing in flight."""
     plans = []
     for rank in range(batch.config.num_ranks):
@@ -257,7 +265,7 @@ def snapshot_plans(batch: BatchState, draft: StepDraft, eos: tuple[int, ...]) ->
         for request in batch.running(rank):
             chunk = chunks.get(request.slot)
             computed = chunk.start if chunk else int(batch.computed[rank, request.slot])
-            admitted.append(admission(request, eos, num_computed_tokens=computed))
+            admitted.append(admission(request, num_computed_tokens=computed))
         ordered = tuple(chunks[slot] for slot in sorted(chunks))
         plans.append(
             RankPlan(admitted=tuple(admitted), grants=batch.table_rows(rank), chunks=ordered, masks=draft.masks[rank])

@@ -53,11 +53,16 @@ class TokenLog:
             block = slice(start, start + self._block)
             self._settle(block, [owner for owner in owners[block]])
 
+    def is_behind(self, place: int) -> bool:
+        """Tell whether `settle` would have something to do for the owner of `place`."""
+        return bool(self._since[place] < self._clock)
+
     def settle(self, owners: Sequence[TokenOwner]) -> None:
         """Hand each of `owners`, all different, the tokens that came to its place since the last time."""
-        behind = [owner for owner in owners if self._since[owner.place] < self._clock]
-        if behind:
-            self._settle(np.array([owner.place for owner in behind]), behind)
+        places = np.array([owner.place for owner in owners], np.int64)
+        behind = np.flatnonzero(self._since[places] < self._clock)
+        if behind.size:
+            self._settle(places[behind], [owners[i] for i in behind.tolist()])
 
     def _settle(self, places: slice | np.ndarray, owners: Sequence[TokenOwner | None]) -> None:
         steps = np.arange(self._clock - ROWS, self._clock)

@@ -281,6 +281,6 @@ def test_client_gone_frees_everything_at_once():
 
 def test_request_counts_its_tokens():
     request: Request = make_request("a", 3, 5)
-    request.extend([7, 8])
+    request.past.extend([7, 8])
     assert request.num_tokens == 5
     assert request.token_ids().tolist() == [*request.prompt_token_ids.tolist(), 7, 8]
