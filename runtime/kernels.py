@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from ..native.library import outcome, prepare
+from ..native.library import prepare
 from ..topologies import RankGrid, Topology
 from ..topologies.exchange_choice import ExchangeFacts, ExchangeRule
 from .config import EngineConfig
@@ -15,16 +15,19 @@ from .config import EngineConfig
 log = logging.getLogger(__name__)
 
 
-def exchange_rule(config: EngineConfig, topology: Topology) -> ExchangeRule:
+def exchange_rule(config: EngineConfig, topology: Topology, *, has_native: bool) -> ExchangeRule:
     """Return which exchange a group of `topology` uses in which step, on this host.
 
-    Its ranks sit in one domain unless the topology names several.
+    Args:
+        config: its device and what it asks for.
+        topology: of the group; its ranks sit in one domain unless it names several.
+        has_native: ranks on a CPU will have native kernels; to know it can mean to compile them.
     """
     parallel = config.parallel
     facts = ExchangeFacts(
         device=parallel.device,
         as_threads=parallel.ranks == "threads",
-        has_native=parallel.device == "cpu" and outcome().library is not None,
+        has_native=has_native,
         asked=parallel.exchange,
         payload=parallel.exchange_payload,
     )

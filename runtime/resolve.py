@@ -110,7 +110,9 @@ def resolve(config: EngineConfig) -> Resolved:
         num_ranks_available=None if gpus is None else len(gpus),
         unit="rank" if gpus is None else "GPU",
     )
-    rule = exchange_rule(config, topology)
+    # Nothing is compiled to answer what was not asked: the port is not even bound yet.
+    has_native = config.parallel.exchange != "shm" or outcome().library is not None
+    rule = exchange_rule(config, topology, has_native=has_native)
     check_exchange(rule.grid, rule.facts)
     dtype = parse_format(model.dtype if config.model.dtype == "auto" else config.model.dtype)
     if config.model.dtype == "auto":

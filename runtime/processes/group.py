@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...native.library import load
 from ...telemetry import ProgressBoard
 from ...topologies import parse_topology
 from ...topologies.exchange_choice import exchanges_to_join
@@ -58,7 +59,8 @@ class Group:
         topology = parse_topology(start.config.parallel.topology)
         num_ranks = topology.ep
         self.as_threads = num_ranks == 1 or start.config.parallel.ranks == "threads"
-        self.exchange_rule = exchange_rule(start.config, topology)
+        has_native = num_ranks > 1 and start.config.parallel.device == "cpu" and load() is not None
+        self.exchange_rule = exchange_rule(start.config, topology, has_native=has_native)
         self._directory = None if self.as_threads else RunDirectory()
         board = ProgressBoard(num_ranks, self._directory.board_path if self._directory else None)
         hub = parts.make_hub(start.config, num_ranks) if self.as_threads and num_ranks > 1 and parts.make_hub else None

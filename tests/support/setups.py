@@ -85,7 +85,7 @@ class Setup:
 
     def exchange_rule(self) -> ExchangeRule:
         """Return what joins the ranks of a group, which are threads."""
-        return exchange_rule(self.engine_config(Path("any")), parse_topology(self.topology))
+        return exchange_rule(self.engine_config(Path("any")), parse_topology(self.topology), has_native=False)
 
     def scheduler_config(self, model: ModelConfig, num_ranks: int) -> SchedulerConfig:
         """Return the limits that the scheduler plans within: those of a worker, or tighter ones."""
