@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from ..attention.batch import AttentionBatch
+from ..attention.tensor_parallel import TensorParallelGroup
 from ..kvcache import KVStorage
 from ..moe.experts import gated_ffn
 from ..moe.layer import MoELayer, PassCounts
@@ -74,6 +75,8 @@ class Decoder:
         exchange: joins the ranks.
         counters: where bytes and tokens are counted.
         progress: ticked after every layer and every matrix of logits; None in tests.
+        ranks: that divide the heads of attention with this one; None where it has them all. `config` and `weights` are
+            then those of its share.
     """
 
     def __init__(
@@ -86,8 +89,9 @@ class Decoder:
         exchange: Exchange,
         counters: RankCounters,
         progress: RankProgress | None = None,
+        ranks: TensorParallelGroup | None = None,
     ) -> None:
-        self._config, self._weights, self._exchange = config, weights, exchange
+        self._config, self._weights, self._exchange, self._ranks = config, weights, exchange, ranks
         self._counters, self._progress = counters, progress
         self._rotary = Rotary(config.rotary, weights.embedding.device)
         self._final_norm = Norm(config, weights.final_norm, weights.final_norm_bias)
@@ -106,11 +110,15 @@ class Decoder:
                     counters=counters,
                     progress=progress,
                 )
-            block = AttentionBlock if config.latent is None else LatentAttentionBlock
+            attention: AttentionBlock | LatentAttentionBlock
+            if config.latent is None:
+                attention = AttentionBlock(config, layer, layer=i, rotary=self._rotary, ranks=ranks)
+            else:
+                attention = LatentAttentionBlock(config, layer, layer=i, rotary=self._rotary)
             self._layers.append(
                 _Layer(
                     input_norm=Norm(config, layer.input_norm, layer.input_norm_bias),
-                    attention=block(config, layer, layer=i, rotary=self._rotary),
+                    attention=attention,
                     post_attention_norm=Norm(config, layer.post_attention_norm, layer.post_attention_norm_bias),
                     dense=layer.dense,
                     moe=moe,
@@ -136,6 +144,9 @@ class Decoder:
     ) -> torch.Tensor:
         """Run the rows of this rank through all layers, writing their K and V.
 
+        Ranks that divide heads all have the same rows. Each attends with its heads over all of them; what is between
+        two attentions it does for its own part of the rows, so that no expert sees a row twice.
+
         Args:
             batch: the rows.
             storage: of this rank's KV.
@@ -144,11 +155,12 @@ class Decoder:
         Returns:
             [T, D] hidden states after the final norm.
         """
-        config = self._config
-        x = embedding_rows(batch.input_ids, self._weights.embedding)  # [T, D]
+        config, ranks = self._config, self._ranks
+        ids = batch.input_ids if ranks is None else ranks.share.own_rows(batch.input_ids)
+        x = embedding_rows(ids, self._weights.embedding)  # [T, D], or [t, D] of its own
         if config.embedding_multiplier != 1.0:
             x = x * config.embedding_multiplier
-        positions = self._positions(batch) if x.shape[0] else None
+        positions = self._positions(batch) if batch.input_ids.shape[0] else None
         native = self._native_layers(storage)
         if before_layers is not None:
             before_layers()
@@ -159,6 +171,8 @@ class Decoder:
         else:
             x = self._final_norm(self._by_halves(native, x, positions, batch))
         self._count(batch, storage, x)
+        if ranks is not None and positions is not None:
+            x = ranks.gather(x, batch.input_ids.shape[0])
         return x
 
     def _native_layers(self, storage: KVStorage) -> NativeLayers | None:
@@ -166,7 +180,7 @@ class Decoder:
         if self._native_storage is storage:
             return self._native
         self._native, self._native_storage = None, storage
-        if can_fuse(self._weights, storage):
+        if self._ranks is None and can_fuse(self._weights, storage):
             self._native = NativeLayers(
                 self._config,
                 self._weights,
@@ -204,16 +218,20 @@ class Decoder:
         self, x: torch.Tensor, positions: RowPositions | None, batch: ForwardBatch, storage: KVStorage
     ) -> torch.Tensor:
         """Run all layers, part by part."""
-        has_rows = positions is not None
+        ranks, num_rows = self._ranks, batch.input_ids.shape[0]
         for i, layer in enumerate(self._layers):
             if positions is not None:
                 attention = batch.attention[storage.group_of(i)]
-                added = layer.attention(self._before(x, layer.input_norm), positions, storage, attention)
+                hidden = self._before(x, layer.input_norm)
+                if ranks is None:
+                    added = layer.attention(hidden, positions, storage, attention)
+                else:
+                    added = ranks.reduce(layer.attention(ranks.gather(hidden, num_rows), positions, storage, attention))
                 x = self._add(x, added, layer.input_norm)
             if layer.moe is not None:
                 added = layer.moe(self._before(x, layer.post_attention_norm))
                 x = self._add(x, added, layer.post_attention_norm)
-            elif has_rows:
+            elif x.shape[0]:
                 assert layer.dense is not None
                 added = gated_ffn(self._before(x, layer.post_attention_norm), layer.dense)
                 x = self._add(x, added, layer.post_attention_norm)
@@ -277,14 +295,17 @@ class Decoder:
             self._pass_counts.add(counters, has_rows=num_rows > 0, tokens_per_slot=tokens_per_slot)
         traffic = self._exchange.take_traffic()
         counters.add_exchange(traffic.num_bytes, traffic.seconds)
+        if self._ranks is not None:
+            counters.add_bytes("exchange", self._ranks.bytes_sent())
+        if num_attended := batch.input_ids.shape[0]:
+            counters.add_bytes("attention", self._attention_bytes)
+            for group, attention in zip(storage.groups, batch.attention, strict=True):
+                counters.add_bytes("kv", (attention.kv_tokens_read + num_attended) * group.bytes_per_token())
         if not num_rows:
             return
-        counters.add_bytes("attention", self._attention_bytes)
         counters.add_bytes("dense", self._dense_bytes + num_bytes(x))  # x: embedding rows read
         # The residual stream, read and written around each half of a layer; what a half keeps in cache is not counted.
         counters.add_bytes("activations", 4 * len(self._layers) * num_bytes(x))
-        for group, attention in zip(storage.groups, batch.attention, strict=True):
-            counters.add_bytes("kv", (attention.kv_tokens_read + num_rows) * group.bytes_per_token())
 
 
 def _attention_bytes(layer: LayerWeights) -> int:

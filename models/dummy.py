@@ -8,10 +8,12 @@ A parameter is a window into one block of seeded noise, chosen by its name, so a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+
+from .head_shares import Cut
 
 STANDARD_DEVIATION = 0.02
 E8M0_OF_NOISE = 120  # times 2^-7: random e2m1 numbers are then about as large as the other noise
@@ -19,9 +21,10 @@ BLOCK_ELEMENTS = 4_194_301  # prime, so that no two rows of a matrix begin at th
 
 
 class Noise:
-    """Writes noise into parameters; what a parameter gets depends on `seed` and its name."""
+    """Writes noise into parameters, which depends on `seed` and their names; of those in `cuts` a part is held."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, cuts: Mapping[str, Cut]) -> None:
+        self._cuts = cuts
         generator = torch.Generator().manual_seed(seed)
         self._numbers = torch.randn(BLOCK_ELEMENTS, generator=generator) * STANDARD_DEVIATION
         self._packed = torch.randint(0, 256, (BLOCK_ELEMENTS,), generator=generator, dtype=torch.uint8)
@@ -38,7 +41,10 @@ class Noise:
 
         def fill(item: tuple[str, torch.Tensor]) -> torch.Tensor:
             name, view = item
-            return _fill(name, view, self._blocks[view.dtype, view.device])
+            block, cut = self._blocks[view.dtype, view.device], self._cuts.get(name)
+            if cut is None:
+                return _fill(name, view, block)
+            return view.copy_(cut.of(_fill(name, view.new_empty(cut.shape), block)))
 
         with ThreadPoolExecutor(num_threads) as pool:
             for view in pool.map(fill, views):

@@ -6,13 +6,14 @@ Units: bytes. Told and called on one thread; the reading itself is spread over s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Protocol
 
 import torch
 
 from .dummy import Noise
+from .head_shares import Cut
 from .name_map import Piece
 from .reads import Read, Spans, Staging, plan_piece
 
@@ -82,10 +83,13 @@ class Files:
 
 
 class Random:
-    """Noise in place of a checkpoint, the same for a parameter wherever it is held; `num_threads` fill at once."""
+    """Noise in place of a checkpoint, the same for a parameter wherever it is held, whole or in part by `cuts`.
 
-    def __init__(self, seed: int, num_threads: int) -> None:
-        self._noise, self._num_threads = Noise(seed), num_threads
+    `num_threads` fill at once.
+    """
+
+    def __init__(self, seed: int, num_threads: int, cuts: Mapping[str, Cut]) -> None:
+        self._noise, self._num_threads = Noise(seed, cuts), num_threads
 
     def num_bytes(self, targets: Targets) -> int:
         """Return what `fill` will write."""

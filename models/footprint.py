@@ -8,11 +8,13 @@ fused ones part by part.
 
 from __future__ import annotations
 
+from ..attention.tensor_parallel import HeadShare
 from ..kvcache.groups import CacheGroup
 from ..quant import NumberFormat, WeightScheme, down_scheme, head_scheme, packed_bytes, parse_format
 from ..topologies.footprint import ModelFootprint
 from ..topologies.kv_sizes import KVGroup
 from .config import ConfigError, ModelConfig
+from .head_shares import local_config, possible_shares
 from .parameters import (
     EMBEDDING,
     HEAD,
@@ -64,9 +66,8 @@ def model_footprint(
     if scheme is not None:
         head.pop(HEAD, None)
         head_copy = head_scheme().num_bytes(config.vocab_size, config.hidden_size)
-    attention, dense, routers, shared, experts = [], [whole], [], [], []
+    attention, dense, routers, shared, experts = _attention(config), [whole], [], [], []
     for layer in range(config.num_layers):
-        attention.append(attention_parameters(config, layer))
         dense.append(ffn_norm_parameters(config))
         if moe is None or not config.is_moe(layer):
             dense.append(dense_parameters(config, layer))
@@ -95,13 +96,23 @@ def model_footprint(
         max_model_len=config.max_position_embeddings,
         activation_itemsize=held.itemsize,
         flops_per_token=2 * touched,
+        attention_shares=tuple(
+            (atp, sum(size(each) for each in _attention(local_config(config, HeadShare(0, atp)))))
+            for atp in possible_shares(config)
+        ),
     )
 
 
 def kv_groups(config: ModelConfig, *, dtype: NumberFormat | str) -> tuple[KVGroup, ...]:
     """Return of the cache groups what their sizes depend on."""
     return tuple(
-        KVGroup(name=group.name, kind=group.kind, window=group.window, bytes_per_token=group.bytes_per_token())
+        KVGroup(
+            name=group.name,
+            kind=group.kind,
+            window=group.window,
+            bytes_per_token=group.bytes_per_token(),
+            num_heads=group.num_kv_heads,
+        )
         for group in cache_groups(config, dtype=dtype)
     )
 
@@ -128,6 +139,10 @@ def cache_groups(config: ModelConfig, *, dtype: NumberFormat | str) -> tuple[Cac
         )
         for (kind, window), members in layers.items()
     )
+
+
+def _attention(config: ModelConfig) -> list[Parameters]:
+    return [attention_parameters(config, layer) for layer in range(config.num_layers)]
 
 
 def _kind_and_window(config: ModelConfig, layer: int) -> tuple[str, int]:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from ..attention.batch import AttentionBatch, AttentionOptions
 from ..attention.paged import paged_attention
+from ..attention.tensor_parallel import TensorParallelGroup
 from ..kvcache import KVStorage
 from ..quant import linear
 from .config import ModelConfig, QueryTemperature
@@ -83,14 +84,24 @@ class AttentionBlock:
         weights: of the layer.
         layer: decoder layer number.
         rotary: shared by all layers.
+        ranks: that divide the heads with this one; None where it has them all. `config` and `weights` are its share.
     """
 
-    def __init__(self, config: ModelConfig, weights: LayerWeights, *, layer: int, rotary: Rotary) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: LayerWeights,
+        *,
+        layer: int,
+        rotary: Rotary,
+        ranks: TensorParallelGroup | None = None,
+    ) -> None:
         assert weights.qkv is not None, "heads of K and V, but no weights that make them"
         self._weights, self._qkv, self._layer, self._eps = weights, weights.qkv, layer, config.norm_eps
         self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._options = attention_options(config, weights)
         self._rotary = rotary if config.attention_of(layer).rotary else None
+        self._ranks = ranks
         kv_width = config.num_kv_heads * config.head_dim
         self._sizes = [config.num_heads * config.head_dim + kv_width, kv_width]
         self._qk_norm = config.qk_norm
@@ -131,5 +142,15 @@ class AttentionBlock:
             return F.rms_norm(qk, qk.shape[-1:], None, self._eps)
         w = self._weights
         assert w.q_norm is not None and w.k_norm is not None
-        q, k = qk.flatten(1).split_with_sizes([w.q_norm.shape[0], w.k_norm.shape[0]], dim=-1)
-        return torch.cat([rms_norm(q, w.q_norm, self._eps), rms_norm(k, w.k_norm, self._eps)], dim=-1).view_as(qk)
+        weights = (w.q_norm, w.k_norm)
+        parts = qk.flatten(1).split_with_sizes([weight.shape[0] for weight in weights], dim=-1)
+        if self._ranks is None:
+            normed = [rms_norm(part, weight, self._eps) for part, weight in zip(parts, weights)]
+        else:  # over the heads of all ranks; every KV head is on equally many
+            squares = torch.stack([part.float().square().mean(-1) for part in parts], dim=-1)  # [T, 2]
+            factors = (self._ranks.mean(squares) + self._eps).rsqrt().unbind(-1)
+            normed = [
+                (part.float() * factor[:, None]).to(part.dtype).mul_(weight)
+                for part, factor, weight in zip(parts, factors, weights)
+            ]
+        return torch.cat(normed, dim=-1).view_as(qk)

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import torch
 
+from ..attention.tensor_parallel import ALL_HEADS, HeadShare
 from ..moe.wide_ep.placement import ExpertPlacement
 from ..quant import WeightScheme
 from .allocation import WeightParts, allocate_weights
 from .checkpoint import Checkpoint, open_checkpoint
 from .config import ConfigError, ModelConfig
 from .filling import Files, OnProgress, Progress, Random, Source
+from .head_shares import cut_pieces, head_cuts, local_config
 from .name_map import Matched, match_tensors
 from .packing import pack_weights, packable_bytes, quantize_head, quantize_layer
 from .reads import Spans
@@ -41,6 +43,7 @@ class LoadOptions:
         num_threads: how many read (or fill) at once, at least 1.
         pack: put matrices into the tiles of native kernels; `quant.can_pack` says whether that may be.
         scheme: quantise those matrices to it, and the head to int8; only with `pack`.
+        share: of the heads, where the ranks of an attention replica divide them.
     """
 
     dtype: torch.dtype
@@ -52,6 +55,7 @@ class LoadOptions:
     num_threads: int = 4
     pack: bool = False
     scheme: WeightScheme | None = None
+    share: HeadShare = ALL_HEADS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +82,7 @@ def load_weights(
 
     Args:
         path: model folder; not read for dummy weights.
-        config: of the model.
+        config: of the whole model.
         options: which share of it, and how.
         on_progress: told (bytes done, bytes in all) now and then.
 
@@ -86,12 +90,14 @@ def load_weights(
         ConfigError: the checkpoint is incomplete, damaged, or of another model.
     """
     on_progress = on_progress or _quiet
+    own, cuts = local_config(config, options.share), head_cuts(config, options.share)
     if options.dummy:
-        weights, _ = _hold(config, options, Random(options.seed, options.num_threads), on_progress)
+        weights, _ = _hold(own, options, Random(options.seed, options.num_threads, cuts), on_progress)
         return LoadReport(weights=weights, bytes_held=weights.num_bytes, bytes_read=0, ignored=())
     with open_checkpoint(path) as checkpoint:
         matched = match_tensors(checkpoint.tensors, config)
-        weights, bytes_read = _hold(config, options, Files(matched.pieces, options.num_threads), on_progress)
+        files = Files(cut_pieces(matched.pieces, cuts), options.num_threads)
+        weights, bytes_read = _hold(own, options, files, on_progress)
     if options.rank == 0:
         _log_leftovers(checkpoint, matched)
     return LoadReport(

@@ -50,6 +50,7 @@ class Piece:
         groups: 1: all rows of a part lie together; more: that many times a share of each part in turn.
         transposed: columns come first.
         scales: of a run that is dequantised while it is loaded, with their scheme.
+        row_stride: elements from one row to the next where a plain piece has but some columns; 0: rows lie together.
     """
 
     stored: StoredTensor
@@ -60,6 +61,7 @@ class Piece:
     groups: int = 1
     transposed: bool = False
     scales: tuple[StoredTensor, QuantScheme] | None = None
+    row_stride: int = 0
 
     @property
     def is_plain(self) -> bool:

@@ -89,6 +89,40 @@ class RunRead:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ColumnsRead:
+    """Some columns of consecutive rows, which lie apart in the file, in one or more places ([rows, columns])."""
+
+    file: SafetensorsFile
+    offset: int
+    row_bytes: int  # from the begin of one row in the file to that of the next
+    dtype: torch.dtype
+    targets: tuple[torch.Tensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Read from the file."""
+        return self.targets[0].numel() * self.dtype.itemsize
+
+    @property
+    def position(self) -> tuple[str, int]:
+        """Name of the file and first byte in it."""
+        return self.file.path.name, self.offset
+
+    def run(self, staging: Staging) -> Spans:
+        """Read row by row, straight into the first target where its type and device allow it."""
+        first, *others = self.targets
+        is_straight = first.device.type == "cpu" and first.dtype == self.dtype
+        stored = first if is_straight else staging.take(self.num_bytes).view(self.dtype).view(first.shape)
+        for i, row in enumerate(stored.view(torch.uint8).numpy()):
+            self.file.read_into(row.data, self.offset + i * self.row_bytes)
+        if not is_straight:
+            first.copy_(stored)
+        for other in others:
+            other.copy_(first)
+        return [_span(target) for target in self.targets]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RearrangedRead:
     """A piece whose parts lie interleaved, transposed or quantised in the file; `targets` has the places of each."""
 
@@ -147,7 +181,9 @@ def plan_piece(piece: Piece, targets: dict[str, list[torch.Tensor]]) -> list[Rea
     position = piece.offset
     for rows, views in zip(piece.rows, places):
         size = torch.Size(piece.shape).numel() // sum(piece.rows) * rows
-        if views:
+        if views and piece.row_stride:
+            reads += _plan_columns(piece, views)
+        elif views:
             reads += _plan_runs(piece.stored, position, [view.view(-1) for view in views])
         position += size
     return reads
@@ -165,6 +201,23 @@ def _plan_runs(stored: StoredTensor, position: int, views: Sequence[torch.Tensor
             targets=tuple(view[start : start + chunk] for view in views),
         )
         for start in range(0, len(views[0]), chunk)
+    ]
+
+
+def _plan_columns(piece: Piece, views: Sequence[torch.Tensor]) -> list[Read]:
+    """Return the reads of a piece of one part that has but some columns of its rows."""
+    dtype = STORED_DTYPES[piece.stored.dtype]
+    num_rows, columns = piece.shape
+    step = max(CHUNK_BYTES // (columns * dtype.itemsize), 1)
+    return [
+        ColumnsRead(
+            file=piece.stored.file,
+            offset=piece.stored.offset + (piece.offset + start * piece.row_stride) * dtype.itemsize,
+            row_bytes=piece.row_stride * dtype.itemsize,
+            dtype=dtype,
+            targets=tuple(view[start : start + step] for view in views),
+        )
+        for start in range(0, num_rows, step)
     ]
 
 

@@ -177,11 +177,8 @@ class EngineLoop:
         )
 
     def _make_engine(self, group: Group, ready: Ready, tokenizer: Tokenizer | None) -> Engine:
-        num_ranks = group.workers.num_ranks
         limits = replace(
-            scheduler_limits(
-                self._start.config, self._start.kv_groups, num_ranks=num_ranks, num_blocks=ready.num_blocks
-            ),
+            scheduler_limits(self._start.config, self._start.kv_groups, num_blocks=ready.num_blocks),
             exchange_rule=group.exchange_rule,
             eos_token_ids=self._start.eos_token_ids,
         )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..topologies.kv_sizes import KVGroup, StepLimits, group_blocks, longest_sequence
+from ..topologies.spec import parse_topology
 from .config import EngineConfig
 from .scheduling.limits import GroupLimits, SchedulerConfig
 
@@ -57,17 +58,15 @@ def kv_layout(groups: Sequence[KVGroup], limits: StepLimits, num_blocks: int) ->
     )
 
 
-def scheduler_limits(
-    config: EngineConfig, groups: Sequence[KVGroup], *, num_ranks: int, num_blocks: int
-) -> SchedulerConfig:
-    """Return what a group of `num_ranks` ranks with `num_blocks` blocks each plans within.
+def scheduler_limits(config: EngineConfig, groups: Sequence[KVGroup], *, num_blocks: int) -> SchedulerConfig:
+    """Return what the ranks of a replica with `num_blocks` blocks each are planned within.
 
-    Its exchange and its end tokens are left to the engine.
+    Ranks that divide heads hold the same sequences and count as one. Exchange and end tokens are left to the engine.
     """
     schedule, limits = config.schedule, step_limits(config)
     layout = kv_layout(groups, limits, num_blocks)
     return SchedulerConfig(
-        num_ranks=num_ranks,
+        num_ranks=parse_topology(config.parallel.topology).adp,
         groups=layout.groups,
         block_size=limits.block_size,
         max_model_len=layout.max_model_len,

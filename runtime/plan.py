@@ -7,6 +7,8 @@ Shapes: i32 arrays travel as little-endian bytes (`pack`, `unpack`). A sequence 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import msgspec
 import numpy as np
 
@@ -131,7 +133,7 @@ class StepHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         step: number of the step, from 0, without gaps.
         epoch: number of the membership; grows when a rank joins or leaves.
         kind: phase of the step over all ranks, one of `telemetry.PHASES`.
-        bucket: largest `num_rows` of any rank.
+        bucket: largest `num_rows` of any attention replica.
         exchange: name of the exchange that the step uses.
         snapshot: forget every slot first; the plan then admits the whole batch and runs a step of it. What is in KV
             is not sent, so this holds for workers that kept theirs. A sequence past its prompt comes as a chunk of its
@@ -147,10 +149,14 @@ class StepHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One step of one group: a header for all and a delta for each rank (index = rank)."""
+    """One step of one group: a header for all and a delta for each attention replica (a rank where `atp` is 1)."""
 
     header: StepHeader
     ranks: tuple[RankPlan, ...]
+
+    def of_ranks(self, atp: int) -> Iterator[RankPlan]:
+        """Yield what each rank of the group gets: `atp` ranks one after another are an attention replica."""
+        return (plan for plan in self.ranks for _ in range(atp))
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -187,6 +193,8 @@ class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
 class RankResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What one rank did in one step. Arrays of equal length n, one entry for each sequence that came on.
 
+    Of the ranks of an attention replica only the first tells of sequences.
+
     Attributes:
         step: which step this answers.
         slots, sequence_ids: i32, i64 [n].
@@ -194,7 +202,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         flags: u8 [n], FINISH_*; FINISH_ERROR means logits were not finite, its tokens are meaningless. Empty when all
             are FINISH_NONE.
         logprobs: for those that asked, one entry a token, in order.
-        num_rows: rows really run (0 on an idle rank).
+        num_rows: rows really run (0 on an idle rank); of the ranks of an attention replica each its own part of them.
         busy_seconds: time from first to last operation.
         counters: now and then, the rank's counters (runtime/metrics/stats.py encodes them); else empty.
         counts: i32 [n], how many of `tokens` belong to each sequence; empty when each got one.
@@ -215,7 +223,13 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The outcome of one step on all ranks (index = rank)."""
+    """The outcome of one step on all attention replicas (ranks where `atp` is 1)."""
 
     step: int
     ranks: tuple[RankResult, ...]
+
+
+def result_of_ranks(step: int, ranks: Sequence[RankResult], atp: int) -> StepResult:
+    """Return the outcome of a step from what all ranks of the group say: the first of each attention replica tells."""
+    assert all(result.step == step for result in ranks), (step, [result.step for result in ranks])
+    return StepResult(step=step, ranks=tuple(ranks[::atp]))

@@ -61,7 +61,8 @@ class StatsReporter:
         if engine is None:
             return Stats(num_running=0, num_waiting=0, num_preemptions=0, num_steps=0)
         figures = engine.scheduler
-        blocks = zip(self._workers.counters, figures.fullest_groups)
+        atp = self._workers.atp  # ranks of an attention replica hold the same requests, in blocks of the same numbers
+        blocks, running = figures.fullest_groups, figures.running_per_rank
         return Stats(
             num_running=figures.num_running,
             num_waiting=figures.num_waiting,
@@ -72,11 +73,11 @@ class StatsReporter:
                 rank_stats(
                     rank,
                     counters,
-                    used_blocks=used,
-                    total_blocks=total,
+                    used_blocks=blocks[rank // atp][0],
+                    total_blocks=blocks[rank // atp][1],
                     cache_resident=self.cache_resident,
                 )
-                for rank, (counters, (used, total)) in enumerate(blocks)
+                for rank, counters in enumerate(self._workers.counters)
             ),
-            running_per_rank=figures.running_per_rank,
+            running_per_rank=tuple(number for number in running for _ in range(atp)),
         )

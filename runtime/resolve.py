@@ -18,6 +18,7 @@ from ..attention.native import serves
 from ..models.config import ModelConfig
 from ..models.families import load_config, unread_fields
 from ..models.footprint import model_footprint
+from ..models.head_shares import check_heads
 from ..models.loading import check_weights
 from ..native.library import outcome
 from ..quant import NumberFormat, parse_format, parse_kv_format, weight_scheme
@@ -76,7 +77,7 @@ class Resolved:
     @property
     def most_requests(self) -> int:
         """Requests that a replica takes at once, running and waiting."""
-        return _schedule_limits(self.config, self.topology, self.footprint).most_requests
+        return _schedule_limits(self.config, self.footprint).most_requests
 
 
 def check_checkpoint(resolved: Resolved) -> None:
@@ -110,6 +111,7 @@ def resolve(config: EngineConfig) -> Resolved:
         num_ranks_available=None if gpus is None else len(gpus),
         unit="rank" if gpus is None else "GPU",
     )
+    check_heads(model, topology)
     # Nothing is compiled to answer what was not asked: the port is not even bound yet.
     has_native = config.parallel.exchange != "shm" or outcome().library is not None
     rule = exchange_rule(config, topology, has_native=has_native)
@@ -147,7 +149,7 @@ def resolve(config: EngineConfig) -> Resolved:
     else:
         smallest = min(gpus[: topology.num_ranks])
         budget = _gpu_budget(config, topology, footprint, smallest, fixed=asked is not None)
-    _schedule_limits(config, topology, footprint)
+    _schedule_limits(config, footprint)
     for line in topology.warnings():
         log.warning("%s", line)
     return Resolved(
@@ -291,8 +293,8 @@ def _check_quantization(asked: str, model: ModelConfig, dtype: NumberFormat) -> 
         )
 
 
-def _schedule_limits(config: EngineConfig, topology: Topology, footprint: ModelFootprint) -> SchedulerConfig:
+def _schedule_limits(config: EngineConfig, footprint: ModelFootprint) -> SchedulerConfig:
     """Return what the scheduler will plan within; it refuses its limits before anything is loaded."""
     # On a GPU the ranks will say how many blocks they hold.
     num_blocks = config.cache.num_blocks or UNBOUNDED
-    return scheduler_limits(config, footprint.kv_groups, num_ranks=topology.ep, num_blocks=num_blocks)
+    return scheduler_limits(config, footprint.kv_groups, num_blocks=num_blocks)

@@ -182,7 +182,6 @@ class Session:
         return scheduler_limits(
             self.resolved.config,
             self.resolved.footprint.kv_groups,
-            num_ranks=self.resolved.topology.ep,
             num_blocks=min(one.num_blocks for one in self._replicas.ready),
         )
 

@@ -15,10 +15,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..attention.tensor_parallel import ALL_HEADS, TensorParallelGroup
 from ..kvcache import KVStorage
 from ..models.decoder import Decoder, ForwardBatch
 from ..models.families import load_config
 from ..models.footprint import cache_groups, kv_groups
+from ..models.head_shares import local_config
 from ..models.loading import LoadOptions, load_weights
 from ..models.weights import bytes_by_kind
 from ..moe.wide_ep.exchanges import Exchange, StepwiseExchange
@@ -43,13 +45,14 @@ from .plan import (
     pack,
 )
 from .ranks.batch import StepRows, WorkerBatch
+from .ranks.choice import Choice, agree
 from .ranks.finish import Committed
 from .ranks.logit_edits import LogitEdits, edited
 from .ranks.memory import blocks_that_fit, read_bandwidth
 from .ranks.reports import chosen_logprobs, prompt_logprobs
 from .ranks.row_scan import RowScanner
 from .ranks.sampler import sample
-from .ranks.step_inputs import InputBuilder
+from .ranks.step_inputs import InputBuilder, StepInputs
 
 COUNTERS_EVERY_S = 0.25
 WARM_UP_TOKENS = 8
@@ -79,6 +82,7 @@ class Worker:
         placement: of experts on ranks.
         progress: signs of life.
         on_loading: told (bytes done, bytes in all) while weights load.
+        ranks: that divide the heads of attention with this one; None where it has them all.
 
     Attributes:
         counters: everything that this rank counts.
@@ -95,9 +99,12 @@ class Worker:
         placement: ExpertPlacement,
         progress: RankProgress,
         on_loading: Callable[[int, int], None],
+        ranks: TensorParallelGroup | None = None,
     ) -> None:
         self.config, self.rank, self.num_ranks = config, rank, num_ranks
         self.model_config = load_config(Path(config.model.path))
+        self._ranks, self._share = ranks, ALL_HEADS if ranks is None else ranks.share
+        self._own_config = local_config(self.model_config, self._share)
         self.number_format = parse_format(
             self.model_config.dtype if config.model.dtype == "auto" else config.model.dtype
         )
@@ -155,21 +162,23 @@ class Worker:
                 num_threads=torch.get_num_threads(),
                 pack=native,
                 scheme=weight_scheme(options.quantization) if options.quantization else None,
+                share=self._share,
             ),
             on_progress=self._on_loading,
         )
         self._decoder = Decoder(
-            self.model_config,
+            self._own_config,
             report.weights,
             placement=self._placement,
             rank=self.rank,
             exchange=self._exchange,
             counters=self.counters,
             progress=self._progress,
+            ranks=self._ranks,
         )
         return Loaded(
             rank=self.rank,
-            num_blocks=blocks_that_fit(self.config, self.model_config, self.number_format, self.device),
+            num_blocks=blocks_that_fit(self.config, self._own_config, self.number_format, self.device),
             weight_bytes=report.bytes_held,
             weight_bytes_read=report.bytes_read,
             weight_kinds=bytes_by_kind(report.weights),
@@ -182,7 +191,7 @@ class Worker:
         Cache groups that keep only windows get fewer (`kv_layout`). A collective: all ranks do it. The steps end on all
         of them at the same moment, so they measure together.
         """
-        config, model = self.config, self.model_config
+        config, model = self.config, self._own_config
         limits = step_limits(config, otherwise=model.max_position_embeddings)
         layout = kv_layout(kv_groups(model, dtype=self.kv_format), limits, num_blocks)
         self._storage = KVStorage(
@@ -228,13 +237,45 @@ class Worker:
                 f"step {header.step}: {rows.decode_slots.size} sequences decode on rank {self.rank}, "
                 f"but the plan counts {plan.num_decodes}"
             )
-        self.counters.begin_step(header.kind, rows.num_rows)
+        num_rows = self._share.num_own(rows.num_rows)
+        self.counters.begin_step(header.kind, num_rows)
         inputs = self._inputs.of(rows)
         forward = inputs.forward
         hidden = self.decoder.forward(forward, self.storage, before_layers)
         if self.observer is not None:
             self.observer(forward, hidden, self.batch.sequence_ids[rows.row_slots])
-        sampled = hidden if inputs.samples_all else hidden[forward.sample_rows]
+        choice = self._choose(plan, inputs, hidden) if self._share.is_first else None
+        if self._ranks is not None:
+            choice = agree(self._ranks, rows, choice, num_slots=self.batch.num_slots, device=self.device)
+        assert choice is not None
+        chosen, healthy = choice.tokens, choice.healthy
+        all_well = bool(healthy.all())
+        kept = self.batch.commit(rows, chosen, None if all_well else healthy)
+        outcome = self._outcome(rows, chosen, kept, None if all_well else healthy)
+        busy = time.perf_counter() - started
+        self.counters.end_step(busy)
+        goes_on = not outcome.flags.any()
+        counters = self._due_counters(bool(rows.sample_slots.size) and goes_on)
+        if not self._share.is_first:  # the first of the attention replica tells what became of its sequences
+            return RankResult(step=header.step, num_rows=num_rows, busy_seconds=busy, counters=counters)
+        return RankResult(
+            step=header.step,
+            slots=inputs.slots if all_well else pack(outcome.slots),
+            sequence_ids=inputs.sequence_ids if all_well else pack(self.batch.sequence_ids[outcome.slots], "<i8"),
+            tokens=pack(outcome.tokens),
+            flags=b"" if goes_on else pack(outcome.flags, "u1"),
+            counts=b"" if (outcome.counts == 1).all() else pack(outcome.counts),
+            logprobs=choice.logprobs,
+            prompt_logprobs=choice.prompt_logprobs,
+            num_rows=num_rows,
+            busy_seconds=busy,
+            counters=counters,
+        )
+
+    def _choose(self, plan: RankPlan, inputs: StepInputs, hidden: torch.Tensor) -> Choice:
+        """Judge the rows of a step by their final `hidden` [T, D] and choose the next token of those that sample."""
+        rows = inputs.rows
+        sampled = hidden if inputs.samples_all else hidden[inputs.forward.sample_rows]
         logits = self.decoder.step_logits(sampled)
         chosen, finite = self._scan_logits(logits)
         healthy = self._judge(rows, hidden, finite)
@@ -248,25 +289,7 @@ class Worker:
             on_prompts = prompt_logprobs(self.batch, rows, hidden, self.decoder.logits, healthy)
         if not inputs.takes_best:
             logprobs = chosen_logprobs(self.batch, rows, logits, torch.from_numpy(chosen).to(self.device), healthy)
-        all_well = bool(healthy.all())
-        kept = self.batch.commit(rows, chosen, None if all_well else healthy)
-        outcome = self._outcome(rows, chosen, kept, None if all_well else healthy)
-        busy = time.perf_counter() - started
-        self.counters.end_step(busy)
-        goes_on = not outcome.flags.any()
-        return RankResult(
-            step=header.step,
-            slots=inputs.slots if all_well else pack(outcome.slots),
-            sequence_ids=inputs.sequence_ids if all_well else pack(self.batch.sequence_ids[outcome.slots], "<i8"),
-            tokens=pack(outcome.tokens),
-            flags=b"" if goes_on else pack(outcome.flags, "u1"),
-            counts=b"" if (outcome.counts == 1).all() else pack(outcome.counts),
-            logprobs=logprobs,
-            prompt_logprobs=on_prompts,
-            num_rows=rows.num_rows,
-            busy_seconds=busy,
-            counters=self._due_counters(bool(rows.sample_slots.size) and goes_on),
-        )
+        return Choice(tokens=chosen, healthy=healthy, logprobs=logprobs, prompt_logprobs=on_prompts)
 
     def late_counters(self) -> bytes:
         """Return the counters when some of them have not gone out with a result; else nothing."""

@@ -242,7 +242,8 @@ def _report(channel: Channel[ToWorker], rank: int, error: Exception, *, user_err
 def _is_about_peers(error: Exception) -> bool:
     """Tell a broken collective (somebody else ended) from an error of this rank."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return any(f"torch{os.sep}distributed" in file or file.endswith(f"{os.sep}thread_links.py") for file in files)
+    joints = (f"{os.sep}thread_links.py", "tensor_parallel_threads.py")
+    return any(f"torch{os.sep}distributed" in file or file.endswith(joints) for file in files)
 
 
 def build_worker(
@@ -251,6 +252,7 @@ def build_worker(
     """Return the real worker: its share of the experts, and the exchange that its group uses."""
     import torch
 
+    from .attention_ranks import join_attention
     from .worker import Worker
 
     config = start.config
@@ -267,15 +269,17 @@ def build_worker(
         placement=placement,
         progress=progress,
         on_loading=on_loading,
+        ranks=join_attention(start, progress, hub, timeout_s=GROUP_TIMEOUT_S),
     )
 
 
 def build_hub(config: EngineConfig, num_ranks: int) -> ThreadHub:
     """Return the meeting place of ranks that are threads."""
-    from ..moe.wide_ep.exchanges.threads import ThreadHub
+    from ..topologies import parse_topology
+    from .attention_ranks import GroupHub
 
     shape = group_shape(config, _placement(config))
-    return ThreadHub(shape.slot_ranges, shape=shape)
+    return GroupHub(shape, parse_topology(config.parallel.topology))
 
 
 def group_shape(config: EngineConfig, placement: ExpertPlacement) -> GroupShape:

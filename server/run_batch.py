@@ -84,7 +84,7 @@ async def _run(resolved: Resolved, options: ServerOptions, lines: IO[bytes], out
     async with engines(resolved, options, halt) as state:
         if not halt.is_set():
             app = build_app(state)
-            most = 2 * resolved.topology.num_ranks * resolved.config.schedule.max_num_seqs
+            most = 2 * resolved.topology.adp * resolved.topology.dp * resolved.config.schedule.max_num_seqs
             with counting("requests", total) as advance:
                 await answer_all(
                     lines, out, lambda url, body: post(app, url, body), outcome, most=most, halt=halt, on_done=advance

@@ -77,6 +77,7 @@ MAY_IMPORT_TORCH = {
     "runtime/gpus.py",
     "runtime/worker.py",
     "runtime/worker_main.py",
+    "runtime/ranks/choice.py",
     "runtime/ranks/logit_edits.py",
     "runtime/ranks/logprobs.py",
     "runtime/ranks/masks.py",

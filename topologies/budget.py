@@ -67,7 +67,7 @@ class ByteBudget:
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """The cache groups as one rank holds them."""
-        return _rank_groups(self.footprint, self.topology)
+        return kv_sizes.shared_groups(self.footprint.kv_groups, self.topology.atp)
 
     @property
     def group_blocks(self) -> tuple[int, ...]:
@@ -130,7 +130,7 @@ def byte_budget(
     """
     lines = [*_weights(footprint, topology), *_buffers(footprint, topology, limits)]
     reserve = BudgetLine(name="reserve (process, libraries)", kind="reserve", num_bytes=RESERVE_BYTES)
-    groups = _rank_groups(footprint, topology)
+    groups = kv_sizes.shared_groups(footprint.kv_groups, topology.atp)
     if kv_bytes is None:
         left = rank_memory_bytes - RESERVE_BYTES - sum(line.num_bytes for line in lines)
         num_blocks = min(kv_sizes.blocks_in(groups, limits, left), kv_sizes.most_useful(groups, limits))
@@ -144,14 +144,6 @@ def byte_budget(
         lines=tuple(line for line in lines if line.num_bytes),
         rank_memory_bytes=rank_memory_bytes,
         num_blocks=num_blocks,
-    )
-
-
-def _rank_groups(footprint: ModelFootprint, topology: Topology) -> tuple[KVGroup, ...]:
-    """Return the cache groups of one rank: heads are split over `atp`, the one latent row of a token is not."""
-    return tuple(
-        group if group.kind == "latent" else replace(group, bytes_per_token=group.bytes_per_token // topology.atp)
-        for group in footprint.kv_groups
     )
 
 
@@ -172,7 +164,7 @@ def _weights(footprint: ModelFootprint, topology: Topology) -> list[BudgetLine]:
     once = _most_slots(footprint.num_experts, topology.ep)
     slots = _most_slots(footprint.num_experts + topology.red, topology.ep) if footprint.num_experts else 0
     parts = [
-        ("attention weights", footprint.attention_bytes // topology.atp),
+        ("attention weights", footprint.attention_bytes_at(topology.atp)),
         ("dense FFN, routers, norms", footprint.dense_bytes),
         ("shared experts", footprint.shared_bytes),
         ("embedding", footprint.embedding_bytes),
@@ -187,13 +179,14 @@ def _buffers(footprint: ModelFootprint, topology: Topology, limits: StepLimits) 
     row = footprint.hidden_size * footprint.activation_itemsize
     tokens, exchange, inner = limits.max_num_batched_tokens, 0, 0
     if footprint.num_experts:
-        # Nothing is dropped, so the bound is the worst case: every token of the group routed to this rank.
+        # Nothing is dropped, so the bound is the worst case: every token of the group routed to this rank. Ranks of an
+        # attention replica run the same rows, and each of them sends its part.
         slots = _most_slots(footprint.num_experts + topology.red, topology.ep)
-        received = topology.ep * tokens * min(footprint.top_k, slots)
-        sent = tokens * footprint.top_k if topology.ep > 1 else 0
-        exchange = 2 * (received + sent) * row
+        received = topology.adp * tokens * min(footprint.top_k, slots)
+        sent = -(-tokens // topology.atp) * footprint.top_k if topology.ep > 1 else 0
+        exchange = 2 * (received + sent) * row + (2 * tokens * row if topology.atp > 1 else 0)
         # gate, up and their product (3F) of the rows of one expert; an expert's weights are 3 * F * D.
-        inner = topology.ep * tokens * (footprint.expert_bytes // max(1, footprint.hidden_size))
+        inner = topology.adp * tokens * (footprint.expert_bytes // max(1, footprint.hidden_size))
     logits = 2 * min(limits.max_num_seqs, tokens) * footprint.vocab_size * 4
     return [
         BudgetLine(name="exchange buffers (worst case)", kind="buffers", num_bytes=exchange),
@@ -220,8 +213,6 @@ def check_runnable(
         TopologyError: names the value and a topology or flag that would do.
     """
     name = topology.short()
-    if topology.atp > 1:
-        raise TopologyError(f"atp={topology.atp} is not available in this version; use {name}[adp={topology.ep},atp=1]")
     if num_experts == 0 and topology.ep > 1:
         raise TopologyError(
             f"{name} splits experts over {topology.ep} ranks, but the model is dense; use EP1DP{topology.num_ranks}"

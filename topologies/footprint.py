@@ -22,6 +22,7 @@ class ModelFootprint:
         num_experts: E, routed experts of a MoE layer (0 for a dense model).
         top_k: K, experts a token (0 for a dense model).
         attention_bytes: attention weights with their norms.
+        attention_shares: (atp, attention weights of the fullest of so many ranks), for all that can divide the heads.
         dense_bytes: dense FFN weights, routers and remaining norms.
         shared_bytes: shared experts with their gates.
         expert_bytes: ONE routed expert of ONE layer.
@@ -52,10 +53,17 @@ class ModelFootprint:
     max_model_len: int
     activation_itemsize: int
     flops_per_token: int
+    attention_shares: tuple[tuple[int, int], ...] = ()
+
+    def attention_bytes_at(self, atp: int) -> int:
+        """Return the attention weights of the fullest of `atp` ranks; where nobody worked it out, an equal part."""
+        if atp == 1:
+            return self.attention_bytes
+        return dict(self.attention_shares).get(atp, -(-self.attention_bytes // atp))
 
     @property
     def replicated_bytes(self) -> int:
-        """Weights that every rank of a group holds (attention data parallel): all but the routed experts."""
+        """Weights that every rank of a group holds where attention is data parallel: all but the routed experts."""
         return self.attention_bytes + self.dense_bytes + self.shared_bytes + self.embedding_bytes + self.head_bytes
 
     @property

@@ -30,6 +30,8 @@ def loopback_interface() -> str:
 def init_group(*, rank: int, world_size: int, store_path: Path, device: str, timeout_s: float) -> ProcessGroup:
     """Join the group of `world_size` ranks on this host and return it; blocks until all are there.
 
+    A process joins once; asked again it gets the same group.
+
     Args:
         rank: position in the group, 0..world_size-1.
         world_size: x, ranks of the group.
@@ -39,6 +41,10 @@ def init_group(*, rank: int, world_size: int, store_path: Path, device: str, tim
     """
     import torch.distributed as dist
 
+    if dist.is_initialized():
+        joined = dist.group.WORLD
+        assert joined is not None and joined.size() == world_size, world_size
+        return joined
     # Without these the libraries pick the address of the host name, which may be unreachable or public.
     interface = loopback_interface()
     os.environ["GLOO_SOCKET_IFNAME"] = interface

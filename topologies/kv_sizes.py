@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 WINDOWED = ("window", "chunk")
 
@@ -21,12 +21,30 @@ class KVGroup:
         name: unique among the groups of a model.
         kind, window: as in `CacheGroup`.
         bytes_per_token: of one token of one sequence over all layers of the group.
+        num_heads: KV heads that these bytes are of, which ranks may divide; 1 for a latent, which each of them holds.
     """
 
     name: str
     kind: str
     bytes_per_token: int
     window: int = 0
+    num_heads: int = 1
+
+
+def shared_groups(groups: Sequence[KVGroup], atp: int) -> tuple[KVGroup, ...]:
+    """Return `groups` as one of `atp` ranks holds them: its part of the KV heads, at least one of each group.
+
+    Example:
+        >>> group = KVGroup(name="full", kind="full", bytes_per_token=8, num_heads=2)
+        >>> [own.bytes_per_token for own in shared_groups([group], 4)]
+        [4]
+    """
+    shared = []
+    for group in groups:
+        num_heads = -(-group.num_heads // atp)
+        num_bytes = group.bytes_per_token // group.num_heads * num_heads
+        shared.append(replace(group, bytes_per_token=num_bytes, num_heads=num_heads))
+    return tuple(shared)
 
 
 @dataclass(frozen=True, kw_only=True)

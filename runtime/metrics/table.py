@@ -73,7 +73,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("moewe_queue_time_seconds", "histogram", (), "seconds", "From submission to the first step."),
     Metric("moewe_requests_running", "gauge", ("replica",), "requests", "Requests that hold a slot and KV blocks."),
     Metric("moewe_requests_waiting", "gauge", ("replica",), "requests", "Requests in the queue."),
-    Metric("moewe_rank_requests_running", "gauge", _RANK, "requests", "Running requests by the rank that owns them."),
+    Metric(
+        "moewe_rank_requests_running",
+        "gauge",
+        _RANK,
+        "requests",
+        "Running requests of the rank, or of its attention replica.",
+    ),
     Metric("moewe_preemptions_total", "counter", ("replica",), "preemptions", "Requests put back for lack of blocks."),
     Metric("moewe_kv_blocks_used", "gauge", _RANK, "blocks", "KV blocks that running requests hold."),
     Metric("moewe_kv_blocks", "gauge", _RANK, "blocks", "KV blocks there are."),
@@ -91,7 +97,7 @@ METRICS: tuple[Metric, ...] = (
         "counter",
         _PHASE,
         "tokens",
-        "Rows that the rank ran in such steps; over `moewe_steps_total` it is the mean batch.",
+        "Rows of such steps that were the rank's own; over `moewe_steps_total` it is the mean batch.",
     ),
     Metric(
         "moewe_busy_seconds_total",

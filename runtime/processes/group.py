@@ -72,7 +72,7 @@ class Group:
             Workers(members).kill()
             self._forget_rendezvous()
             raise
-        self.workers = Workers(members)
+        self.workers = Workers(members, atp=topology.atp)
         limits = Limits(stall_s=start.config.schedule.stall_timeout_s)
         self.watchdog = Watchdog(board, members, limits, self._condemn)
         self.watchdog.start()

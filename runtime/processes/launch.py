@@ -261,6 +261,11 @@ def exchange_path(run_directory: Path) -> Path:
     return run_directory / "exchange"
 
 
+def attention_path(run_directory: Path, replica: int) -> Path:
+    """Return the file that says where the memory is by which the ranks of an attention replica join their heads."""
+    return run_directory / f"attention-{replica}"
+
+
 def store_path(run_directory: Path) -> Path:
     """Return the file through which the ranks of a group find each other."""
     return run_directory / "store"

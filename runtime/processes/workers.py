@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ..messages import Message, RankCounted, RunStep, StepDone, StopWorker, WorkerFailed
-from ..plan import RankResult, StepPlan, StepResult
+from ..plan import RankResult, StepPlan, StepResult, result_of_ranks
 from ..worker_main import PEERS_LOST
 from .channel import ChannelClosed
 from .launch import Member
@@ -40,13 +40,15 @@ class Workers:
 
     Args:
         members: index = rank; this object ends them.
+        atp: ranks of an attention replica, which get one plan.
 
     Attributes:
         counters: per rank, the newest counters that came (`stats.encode_counters`); empty before.
     """
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[Member], *, atp: int = 1) -> None:
         self.members = list(members)
+        self.atp = atp
         self.counters = [b""] * len(self.members)
         self._results: list[deque[RankResult]] = [deque() for _ in self.members]
         self._reports: dict[int, WorkerFailed] = {}
@@ -77,7 +79,7 @@ class Workers:
     def submit(self, plan: StepPlan) -> None:
         """Send each rank its part of `plan`. Raises RankLost."""
         self._steps.append(plan.header.step)
-        for rank, rank_plan in enumerate(plan.ranks):
+        for rank, rank_plan in enumerate(plan.of_ranks(self.atp)):
             self.send(rank, RunStep(header=plan.header, plan=rank_plan))
 
     def collect(self, timeout: float | None = None) -> StepResult | None:
@@ -95,9 +97,7 @@ class Workers:
             if left == 0.0 and not all(self._results):
                 return None
         step = self._steps.popleft()
-        ranks = tuple(results.popleft() for results in self._results)
-        assert all(result.step == step for result in ranks), (step, [result.step for result in ranks])
-        return StepResult(step=step, ranks=ranks)
+        return result_of_ranks(step, [results.popleft() for results in self._results], self.atp)
 
     # --- messages --------------------------------------------------------------------------------------------------
     def send(self, rank: int, message: Message) -> None:

@@ -45,7 +45,7 @@ class SchedulerConfig:
     """What a step may hold and how much memory there is. Values that cannot work raise ValueError with the fix.
 
     Attributes:
-        num_ranks: attention ranks of the group; each owns its requests and its blocks.
+        num_ranks: attention replicas of the group (ranks, where `atp` is 1); each owns its requests and its blocks.
         groups: cache groups of the model; a token takes room in each of them.
         block_size: tokens a block.
         max_model_len: longest sequence, prompt and output.

@@ -77,11 +77,12 @@ def test_four_ranks_keep_step_and_rest():  # P-EP-01
     assert all(is_gone(pid) for pid in pids)
 
 
-def test_two_replicas_of_four_ranks_answer_as_the_reference():
-    replicas = start("EP4DP2")
+@pytest.mark.parametrize(("topology", "num_processes"), [("EP4DP2", 10), ("EP4DP1[adp=2,atp=2]", 5)])
+def test_groups_of_four_ranks_answer_as_the_reference(topology, num_processes):
+    replicas = start(topology)
     try:
         pids = descendants(replicas)
-        assert len(pids) == 10
+        assert len(pids) == num_processes
         ask(replicas, [33, 1, 17, 50, 5, 34, 2, 9])
         assert all(steps > 0 for steps in check_participation(replicas))
     finally:

@@ -18,8 +18,9 @@ import torch
 from moewe.models.families import load_config
 from moewe.moe.wide_ep.exchanges import Exchange, LocalExchange, ThreadHub, join_all_over_links
 from moewe.moe.wide_ep.placement import first_placement
+from moewe.runtime.attention_ranks import GroupHub
 from moewe.runtime.params import SamplingParams
-from moewe.runtime.plan import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
+from moewe.runtime.plan import PromptLogprobs, StepPlan, TokenLogprobs, result_of_ranks
 from moewe.runtime.scheduler import Request, Scheduler, SequenceUpdate
 from moewe.runtime.worker import Worker
 from moewe.runtime.worker_main import group_shape
@@ -89,8 +90,10 @@ class Group:
         config, rule = setup.engine_config(checkpoint), setup.exchange_rule()
         names = exchanges_to_join(rule.grid, rule.facts)
         shape = group_shape(config, placement)
-        hub = ThreadHub(shape.slot_ranges, shape=shape) if self.num_ranks > 1 else None
+        hub = GroupHub(shape, topology) if self.num_ranks > 1 else None
         board = ProgressBoard(self.num_ranks)
+        self.atp = topology.atp
+        heads = [own.rank(share) for own in hub.attention for share in range(self.atp)] if hub else []
         self.ranks = [
             RankThread(
                 Worker(
@@ -101,6 +104,7 @@ class Group:
                     placement=placement,
                     progress=board.rank(rank),
                     on_loading=lambda done, total: None,
+                    ranks=heads[rank] if heads else None,
                 ),
                 hub,
             )
@@ -111,7 +115,7 @@ class Group:
         self.allocated = self._all("allocate", setup.num_blocks)
         for rank, worker in enumerate(self.workers):
             worker.observer = self._observer(rank)
-        self.scheduler = Scheduler(setup.scheduler_config(self.model, self.num_ranks))
+        self.scheduler = Scheduler(setup.scheduler_config(self.model))
         self.outcomes: dict[str, Outcome] = {}
         self.steps: list[StepRecord] = []
         self._requests: dict[str, Request] = {}
@@ -163,7 +167,7 @@ class Group:
         """Step until idle, check that the books balance, and return all outcomes."""
         while self.step():
             pass
-        assert self.scheduler.used_blocks_per_rank == (0,) * self.num_ranks, "blocks leaked"
+        assert not any(self.scheduler.used_blocks_per_rank), "blocks leaked"
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         self.check_participation()
         return self.outcomes
@@ -200,7 +204,7 @@ class Group:
         for request_id, request in self._requests.items():
             if request.sequence_id >= 0:
                 self._owner[request.sequence_id] = request_id
-        for rank, rank_plan in zip(self.ranks, plan.ranks, strict=True):
+        for rank, rank_plan in zip(self.ranks, plan.of_ranks(self.atp), strict=True):
             rank.call("run", plan.header, rank_plan)
         self._in_flight.append(plan)
 
@@ -216,10 +220,10 @@ class Group:
         )
         self._expert_rows = expert_rows
         self.steps.append(record)
-        for result, rank_plan in zip(results, plan.ranks, strict=True):
+        for result, rank_plan in zip(results, plan.of_ranks(self.atp), strict=True):
             assert result.num_rows <= rank_plan.num_rows <= plan.header.bucket
         assert (record.expert_rows.sum(0) == sum(record.rows) * self.top_k).all(), f"routed rows went astray: {record}"
-        for update in self.scheduler.apply(StepResult(step=plan.header.step, ranks=results)):
+        for update in self.scheduler.apply(result_of_ranks(plan.header.step, results, self.atp)):
             self._book(update)
 
     def _book(self, update: SequenceUpdate) -> None:

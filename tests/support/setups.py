@@ -87,7 +87,7 @@ class Setup:
         """Return what joins the ranks of a group, which are threads."""
         return exchange_rule(self.engine_config(Path("any")), parse_topology(self.topology), has_native=False)
 
-    def scheduler_config(self, model: ModelConfig, num_ranks: int) -> SchedulerConfig:
+    def scheduler_config(self, model: ModelConfig) -> SchedulerConfig:
         """Return the limits that the scheduler plans within: those of a worker, or tighter ones."""
         limits = step_limits(self.engine_config(Path("any")), otherwise=model.max_position_embeddings)
         dtype = model.dtype if self.dtype == "auto" else self.dtype
@@ -100,7 +100,7 @@ class Setup:
             for group in layout.groups
         )
         return SchedulerConfig(
-            num_ranks=num_ranks,
+            num_ranks=parse_topology(self.topology).adp,
             groups=groups,
             block_size=self.block_size,
             max_model_len=layout.max_model_len,

@@ -153,7 +153,6 @@ def test_kv_that_cannot_be_is_told_what_could() -> None:
 @pytest.mark.parametrize(
     ("topology", "options", "word"),
     [
-        ("EP4DP1[atp=2]", {"num_experts": 8}, "EP4DP1[adp=4,atp=1]"),
         ("EP4DP1[red=25]", {"num_experts": 8}, "8 experts on 4 ranks); use red=24 or less"),
         ("EP1DP2[red=1]", {"num_experts": 8}, "use red=0"),
         ("EP1DP1[red=1]", {"num_experts": 0}, "use red=0"),
@@ -173,7 +172,23 @@ def test_what_cannot_run_is_refused(topology: str, options: dict[str, Any], word
 def test_what_can_run_passes() -> None:
     check_runnable(parse_topology("EP4DP2"), num_experts=10)
     check_runnable(parse_topology("EP4DP1[red=24]"), num_experts=8)
+    check_runnable(parse_topology("EP4DP2[atp=2]"), num_experts=10)
     check_runnable(parse_topology("EP1DP2"), num_experts=0, num_ranks_available=2)
+
+
+def test_ranks_that_divide_heads_hold_a_part_of_attention_and_run_the_same_rows() -> None:
+    kv = (KVGroup(name="full", kind="full", bytes_per_token=4096, num_heads=2),)
+    model = replace(MODEL, kv_groups=kv, attention_shares=((2, 21 * MIB), (4, 11 * MIB)))
+    apart, halves, fourths = (budget(f"EP4DP1[atp={atp}]", model) for atp in (1, 2, 4))
+    lines = [{line.name: line.num_bytes for line in each.lines} for each in (apart, halves, fourths)]
+    assert [each["attention weights"] // MIB for each in lines] == [40, 21, 11]
+    assert [each.kv_groups[0].bytes_per_token for each in (apart, halves, fourths)] == [4096, 2048, 2048]
+    exchange = [each["exchange buffers (worst case)"] for each in lines]
+    row, received = 1024 * 2, 128 * 2  # each of 128 tokens to both of its experts
+    joined = {4: 0, 2: 2 * 128 * row, 1: 2 * 128 * row}  # what ranks of an attention replica offer each other, in turns
+    assert exchange == [2 * row * (adp * received + received // (4 // adp)) + joined[adp] for adp in (4, 2, 1)]
+    assert [each.max_concurrency(4096) for each in (apart, halves, fourths)] == [256, 128, 64]
+    assert budget("EP4DP1[atp=2]").of_kind("weights") == apart.of_kind("weights") - 20 * MIB, "equal parts"
 
 
 def test_format_bytes() -> None:

@@ -122,4 +122,5 @@ def test_latent_rows_are_not_split_over_ranks_that_split_heads():
         )  # fmt: skip
         return sum(own.bytes_per_token for own in made.kv_groups)
 
-    assert (token_bytes(FULL), token_bytes(LATENT)) == (5, 7)
+    assert (token_bytes(replace(FULL, num_heads=2)), token_bytes(LATENT)) == (5, 7)
+    assert token_bytes(replace(FULL, num_heads=1)) == 10, "two ranks share a head"
