@@ -1,6 +1,6 @@
 """Attention whose heads are divided over ranks (`atp` > 1): the answers of one rank, whatever happens around a request.
 
-Its own class of bits (decision 022): another order of sums than `atp=1`, so fp32 answers are compared with a tolerance;
+Its own class of bits (decision 023): another order of sums than `atp=1`, so fp32 answers are compared with a tolerance;
 but the same from run to run, and in bf16 with native kernels also alone or in company.
 """
 
