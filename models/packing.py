@@ -1,8 +1,9 @@
 """Put the loaded matrices of a rank into the tiles of native kernels: those of `quant.linear`, experts and the head.
 
-Not the packing itself (quant/packed.py) and not the quantising (quant/quantize.py): this says which matrices. What a
-checkpoint stores quantised stays as stored. So do norms, biases, routers, and an embedding that is not also the head.
-The factors of latent attention that are multiplied head by head are packed, never quantised. Units: bytes.
+Not the packing itself (quant/packed.py, pack_codes.py) and not the quantising (quant/quantize.py): this says which
+matrices. Of those that a checkpoint stores quantised, codes move and none changes. Norms, biases, routers, and an
+embedding that is not also the head stay as stored. The factors of latent attention that are multiplied head by head
+are packed, never quantised. Units: bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,17 @@ from dataclasses import dataclass
 
 import torch
 
-from ..quant import PackedTensor, WeightScheme, down_scheme, head_scheme, pack, quantize
+from ..quant import (
+    PackedTensor,
+    QuantTensor,
+    WeightScheme,
+    down_scheme,
+    head_scheme,
+    num_bytes,
+    pack,
+    pack_codes,
+    quantize,
+)
 from .weights import LayerWeights, ModelWeights
 
 
@@ -28,14 +39,27 @@ class _Place:
     transposed: bool = False  # rows are multiplied with its matrices the other way round
 
     @property
-    def matrix(self) -> torch.Tensor | None:
+    def matrix(self) -> torch.Tensor | QuantTensor | None:
         found = getattr(self.owner, self.name)
-        return found if isinstance(found, torch.Tensor) and found.dtype == torch.bfloat16 else None
+        is_plain = isinstance(found, torch.Tensor) and found.dtype == torch.bfloat16
+        return found if is_plain or isinstance(found, QuantTensor) else None
+
+    @property
+    def kind(self) -> str | None:
+        found = self.matrix
+        return found.scheme.kind if isinstance(found, QuantTensor) else None if found is None else "bf16"
+
+    @property
+    def num_bytes(self) -> int:
+        return num_bytes(self.matrix)
 
     def pack(self) -> PackedTensor:
         # Nothing else may hold the matrix: it is overwritten, or its memory is free before the next one is packed.
-        matrix = getattr(self.owner, self.name)
-        packed = pack(_transpose(matrix) if self.transposed else matrix, gate_up=self.gate_up, in_place=True)
+        found = getattr(self.owner, self.name)
+        if isinstance(found, QuantTensor):
+            packed = pack_codes(found, gate_up=self.gate_up, in_place=True)
+        else:
+            packed = pack(_transpose(found) if self.transposed else found, gate_up=self.gate_up, in_place=True)
         setattr(self.owner, self.name, packed)
         return packed
 
@@ -50,23 +74,21 @@ class _Place:
 
 def packable_bytes(weights: ModelWeights) -> int:
     """Return the bytes of the matrices that `pack_weights` would pack."""
-    return sum(place.matrix.nbytes for place in _places(weights) if place.matrix is not None)
+    return sum(place.num_bytes for place in _places(weights))
 
 
 def pack_weights(weights: ModelWeights, on_packed: Callable[[int], None]) -> None:
     """Pack the matrices of `weights`, one after the other, in their own memory where their widths are whole tiles.
 
     Args:
-        weights: in bf16 on the CPU; all tensors of it are of no use to others afterwards.
+        weights: in bf16 or quantised as stored, on the CPU; all tensors of it are of no use to others afterwards.
         on_packed: told the bytes that each matrix had, when it is done.
     """
     tied = weights.head is weights.embedding
     for place in _places(weights):
-        matrix = place.matrix
-        if matrix is None:
+        if place.matrix is None:
             continue
-        num_bytes = matrix.nbytes
-        del matrix
+        num_bytes = place.num_bytes
         if place.owner is weights and tied:  # or the table would keep the memory of a head that is not packed in place
             weights.embedding = place.pack()
         else:
@@ -78,7 +100,7 @@ def quantize_layer(layer: LayerWeights, scheme: WeightScheme, on_packed: Callabl
     """Quantise the matrices of `layer`, or pack them, one after the other; for arguments see `pack_weights`."""
     for place in _layer_places(layer):
         if place.matrix is not None:
-            num_bytes = place.matrix.nbytes
+            num_bytes = place.num_bytes
             place.quantize(scheme)
             on_packed(num_bytes)
 
@@ -87,7 +109,7 @@ def quantize_head(weights: ModelWeights, on_packed: Callable[[int], None]) -> No
     """Quantise the head; one that is also the embedding becomes a copy, whose rows stay as they are."""
     place = _Place(weights, "head")
     assert place.matrix is not None
-    num_bytes = place.matrix.nbytes
+    num_bytes = place.num_bytes
     place.quantize(head_scheme())
     on_packed(num_bytes)
 
@@ -112,8 +134,8 @@ def _layer_places(layer: LayerWeights) -> Iterator[_Place]:
     for ffn in ffns:
         routed = layer.moe is not None and ffn is layer.moe.experts
         both = _Place(ffn, "w13", gate_up=True), _Place(ffn, "w2", down_of_all=not routed)
-        # One call runs both products: a quantised one beside a plain one stays with torch.
-        if ffn is not None and all(place.matrix is not None for place in both):
+        # One call runs both products, in one format: a quantised one beside a plain one stays with torch.
+        if ffn is not None and both[0].kind is not None and both[0].kind == both[1].kind:
             yield from both
 
 

@@ -54,6 +54,6 @@ OPERATIONS = (
 )
 # Functions of the library that are no operation of a model, or only a part of one.
 OTHER_FUNCTIONS = (
-    "moewe_isa", "moewe_set_threads", "moewe_pack", "moewe_read_rate", "moewe_matrix_rate",
+    "moewe_isa", "moewe_set_threads", "moewe_pack", "moewe_pack_codes", "moewe_read_rate", "moewe_matrix_rate",
     "moewe_shm_wait_published", "moewe_shm_collect", "moewe_shm_computed", "moewe_shm_wait_computed",
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from .formats import FORMATS, KV_FORMATS, SCALE_DTYPE, NumberFormat, parse_format, parse_kv_format
 from .linear import Matrix, dense, embedding_rows, head_linear, linear, logits, num_bytes
 from .memory import empty_matrix
+from .pack_codes import pack_codes
 from .packed import PackedTensor, can_pack, pack, packed_bytes
 from .quantization import Quantization
 from .quantize import quantize
@@ -34,6 +35,7 @@ __all__ = [
     "logits",
     "num_bytes",
     "pack",
+    "pack_codes",
     "packed_bytes",
     "parse_format",
     "parse_kv_format",

@@ -15,10 +15,12 @@ import numpy as np
 import torch
 
 from ..native.library import load
+from .codes import fp8_numbers, mxfp4_numbers
 from .memory import empty_lasting
+from .tensor import FP8_BLOCK, MXFP4
 
 BF16, INT8, INT4 = "bf16", "int8", "int4"
-_FORMATS = {BF16: 0, INT8: 1, INT4: 2}
+_FORMATS = {BF16: 0, INT8: 1, INT4: 2, MXFP4: 3, FP8_BLOCK: 4}
 _ROWS, _DEPTH = 16, 32  # of a tile of weights in bf16: 16 outputs, 32 inputs
 
 
@@ -28,7 +30,7 @@ class MatrixArgs(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("data", "scales", "grid")),
         *((name, ctypes.c_int64) for name in ("rows", "columns")),
-        *((name, ctypes.c_int32) for name in ("format", "group")),
+        *((name, ctypes.c_int32) for name in ("format", "group", "scales_each")),
     )
 
 
@@ -59,15 +61,19 @@ class PackedTensor:
         data: of C column tiles. `bf16`: [.., C, ceil(K / 32), 16, 16, 2] bf16: pair of inputs, output, which of them.
             `int8`: [.., C, ceil(K / 64), 16, 16, 4] i8: quad of inputs, output, which of them. `int4`:
             [.., C, ceil(K / 64), 8, 16, 2, 2] u8: two quads, output, half of each, and which byte. Of the elements
-            a, b of the first quad and c, d of the second the bytes are b + 16 d and c + 16 a.
+            a, b of the first quad and c, d of the second the bytes are b + 16 d and c + 16 a. `mxfp4`, `fp8_block`: as
+            codes.py has them, [.., C, ceil(K / 32), 256 or 512 bytes].
         shape: of the matrix or stack.
-        format: of the numbers, `bf16`, `int8` or `int4`.
+        format: of the numbers: `bf16`, `int8`, `int4`, or as a checkpoint stores them `mxfp4`, `fp8_block`.
         gate_up: the upper half of the rows are gates, the lower are ups: [2F, K] in C = 2 ceil(F / 16) column tiles,
             one of gates and one of ups in turns. Else C = ceil(N / 16).
-        scales: of `int8` and `int4`, [.., C, 16] f32, of each output.
+        scales: of `int8` and `int4`, [.., C, 16] f32, of each output. `mxfp4`: [.., C, K / 32, 16] u8, e8m0.
+            `fp8_block`: [.., C, G, 1] f32 of G groups of inputs where all outputs of every column tile share them, else
+            [.., C, G, 16].
         grid: of `int4`, [.., C, G, 2, 16] u8: a start, with 128 added, and a step of each group and output. A code of
             four bits stands for (start + (step * code >> 4)) * scale; start and result before scaling fit into i8.
-        group: of `int4`, inputs that share start and step: 32, 64 or 128; G groups cover K padded to 64.
+        group: of `int4`, inputs that share start and step: 32, 64 or 128; G groups cover K padded to 64. `fp8_block`:
+            inputs that share a scale, any number.
 
     Example:
         [40, 96]: C = 3, so data is [3, 3, 16, 16, 2]; element [17, 33] stands at data[1, 1, 0, 1, 1].
@@ -102,6 +108,7 @@ class PackedTensor:
             columns=self.shape[-1],
             format=_FORMATS[self.format],
             group=self.group,
+            scales_each=self.scales.shape[-1] if self.format == FP8_BLOCK and self.scales is not None else 0,
         )
 
     def select(self, slot: int) -> PackedTensor:
@@ -124,6 +131,10 @@ class PackedTensor:
         """Return what stands in the tiles, scaled: [.., C, tiles along K, pairs or quads, 16, which of it]."""
         if self.scales is None:
             return self.data
+        if self.format == MXFP4:
+            return mxfp4_numbers(self.data, self.scales)
+        if self.format == FP8_BLOCK:
+            return fp8_numbers(self.data, self.scales, self.group)
         numbers = self.data if self.format == INT8 else self._as_int8()
         return numbers * self.scales[..., None, None, :, None]
 

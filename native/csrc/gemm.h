@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "matrix.h"
 #include "team.h"
@@ -144,11 +145,10 @@ struct Bf16 {
   }
 };
 
-// Rows [0, rows), which begin at row tile `first_tile` of the panel, times column tiles [first, last). Columns come
-// first: column tiles are read from memory once, and meet all rows while they are in cache.
+// Column by column: they are read from memory once, and meet all rows while they are in cache.
 template <class Format, class Epilogue>
-void multiply_block(const typename Format::Panel& panel, int64_t first_tile, int64_t rows,
-                    const typename Format::Weights& weights, int64_t first, int64_t last, Epilogue&& epilogue) {
+void multiply_columns(const typename Format::Panel& panel, int64_t first_tile, int64_t rows,
+                      const typename Format::Weights& weights, int64_t first, int64_t last, Epilogue&& epilogue) {
   constexpr int kStreams = Format::kStreams;
   if constexpr (kStreams == 4) {
     if (rows > kFewRows) return Format::multiply_many(panel, first_tile, rows, weights, first, last, epilogue);
@@ -175,6 +175,18 @@ void multiply_block(const typename Format::Panel& panel, int64_t first_tile, int
     }
     column += num_columns;
   }
+}
+
+// A format that goes through rows and columns in a way of its own, `walk`, instead of `multiply_columns`.
+struct Walker {};
+
+// Rows [0, rows), which begin at row tile `first_tile` of the panel, times column tiles [first, last).
+template <class Format, class Epilogue>
+void multiply_block(const typename Format::Panel& panel, int64_t first_tile, int64_t rows,
+                    const typename Format::Weights& weights, int64_t first, int64_t last, Epilogue&& epilogue) {
+  if constexpr (std::is_base_of_v<Walker, Format>)
+    Format::walk(panel, first_tile, rows, weights, first, last, epilogue);
+  else multiply_columns<Format>(panel, first_tile, rows, weights, first, last, epilogue);
 }
 
 // How a product is cut into tasks. It decides no bit: each element of the result is one multiplication of whole rows

@@ -11,16 +11,17 @@
 
 namespace moewe {
 
-enum MatrixFormat : int32_t { kFormatBf16 = 0, kFormatInt8 = 1, kFormatInt4 = 2 };
+enum MatrixFormat : int32_t { kFormatBf16 = 0, kFormatInt8 = 1, kFormatInt4 = 2, kFormatMxfp4 = 3, kFormatFp8 = 4 };
 
 struct Matrix {
   const void* data;     // tiles; the matrices of a stack follow each other
-  const void* scales;   // of quantised formats, as int8_format.h and int4_format.h have them
+  const void* scales;   // of quantised formats, as the file of each has them
   const void* grid;     // of int4: where the numbers of each group begin, and their step
   int64_t rows;         // N, of one matrix
   int64_t columns;      // K
   int32_t format;       // a MatrixFormat
-  int32_t group;        // of int4, elements of K that share sixteen numbers; else 0
+  int32_t group;        // of int4 and fp8, elements of K that share sixteen numbers or a scale; else 0
+  int32_t scales_each;  // of fp8, scales of a column tile for each group: 1, or 16 where outputs differ; else 0
 };
 
 inline int64_t whole(int64_t n, int64_t of) { return (n + of - 1) / of; }  // how many `of` hold n

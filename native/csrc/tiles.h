@@ -58,13 +58,18 @@ struct Ahead {
   const bf16* rows = nullptr;   // row tiles that follow, in L2; null: unknown, ask for none
 };
 
+struct Idle {
+  void operator()() const {}
+};
+
 // c[NT][MT][16][16] = a (MT row tiles) times b (NT column tiles), over `depth` tiles of K; with `onto`, added to what
 // c holds, which gives the same bits as one product over all of K. `rows` is how many of the MT * 16 rows anybody will
-// look at; tile instructions compute all.
+// look at; tile instructions compute all. `meanwhile` is called once for every tile of K: vector units are idle then.
 #if MOEWE_AMX
 
-template <int MT, int NT>
-inline void multiply(Strip a, Strip b, int64_t depth, float* c, int /*rows*/, bool onto = false, Ahead ahead = {}) {
+template <int MT, int NT, class Meanwhile = Idle>
+inline void multiply(Strip a, Strip b, int64_t depth, float* c, int /*rows*/, bool onto = false, Ahead ahead = {},
+                     Meanwhile&& meanwhile = {}) {
   static_assert(MT * NT <= 4);  // tiles 0 to 3 hold results, 4 and 5 rows, 5 (of one row tile), 6 and 7 columns
   if (onto) {
     _tile_loadd(0, c, 64);
@@ -113,6 +118,7 @@ inline void multiply(Strip a, Strip b, int64_t depth, float* c, int /*rows*/, bo
         _tile_dpbf16ps(3, 5, 7);
       }
     }
+    meanwhile();
   }
   _tile_stored(0, c, 64);
   if constexpr (MT * NT > 1) _tile_stored(1, c + kResults, 64);
@@ -166,8 +172,9 @@ inline void multiply_rows(const bf16* a, const bf16* b, int64_t depth, float* c,
 
 }  // namespace detail
 
-template <int MT, int NT>
-inline void multiply(Strip a, Strip b, int64_t depth, float* c, int rows, bool onto = false, Ahead /*ahead*/ = {}) {
+template <int MT, int NT, class Meanwhile = Idle>
+inline void multiply(Strip a, Strip b, int64_t depth, float* c, int rows, bool onto = false, Ahead /*ahead*/ = {},
+                     Meanwhile&& meanwhile = {}) {
   for (int n = 0; n < NT; ++n)
     for (int m = 0; m < MT; ++m) {
       const int here = rows - m * kRows < kRows ? rows - m * kRows : kRows;
@@ -178,6 +185,7 @@ inline void multiply(Strip a, Strip b, int64_t depth, float* c, int rows, bool o
         detail::multiply_rows<4>(from + r * kDepth, column, depth, to + r * kColumns, onto);
       for (; r < here; ++r) detail::multiply_rows<1>(from + r * kDepth, column, depth, to + r * kColumns, onto);
     }
+  for (int64_t k = 0; k < depth; ++k) meanwhile();
 }
 
 #endif

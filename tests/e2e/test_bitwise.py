@@ -19,6 +19,7 @@ from moewe.runtime.params import SamplingParams
 from tests.support.fixtures import checkpoint, random_prompt
 from tests.support.harness import Outcome, generate, greedy
 from tests.support.native import needs_native
+from tests.support.quantised import fp8_checkpoint, mxfp4_checkpoint
 from tests.support.setups import Setup
 
 pytestmark = needs_native
@@ -40,9 +41,16 @@ SLOW_FAMILIES = [
     "T-DS2-groups",
     "T-GLL",
 ]
+# Checkpoints that are quantised as stored: experts of four bits; heads or latents and experts of eight, in blocks.
+STORED = {
+    "T-GOS mxfp4": cache(lambda: mxfp4_checkpoint("T-GOS")[0]),
+    "T-MM2 fp8": cache(lambda: fp8_checkpoint("T-MM2", (128, 128))[0]),
+    "T-DS3 fp8": cache(lambda: fp8_checkpoint("T-DS3", (24, 40))[0]),
+}
 CASES = [
     *((name, "auto") for name in FAMILIES),
     ("T-GOS", "fp8"),
+    *(pytest.param(name, "auto", marks=[pytest.mark.slow] * (name == "T-DS3 fp8")) for name in STORED),
     *(pytest.param(name, "auto", marks=pytest.mark.slow) for name in SLOW_FAMILIES),
     *(
         pytest.param(name, kv_cache_dtype, marks=pytest.mark.slow)
@@ -67,7 +75,7 @@ def threads(number: int) -> Iterator[None]:
 def run(name: str, chosen: list[int], num_threads: int = 1, **setup: object) -> list[Outcome]:
     with threads(num_threads):
         return generate(
-            checkpoint(name, dtype="bfloat16"),
+            STORED[name]() if name in STORED else checkpoint(name, dtype="bfloat16"),
             [PROMPTS[i] for i in chosen],
             setup=Setup(dtype="bfloat16", **setup),  # type: ignore[arg-type]
             params=[PARAMS[i] for i in chosen],

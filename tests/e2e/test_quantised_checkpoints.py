@@ -5,9 +5,10 @@ import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moewe.quant import QuantTensor
-from tests.support.comparison import compare_with_reference
+from tests.support.comparison import compare_half_precision, compare_with_reference
 from tests.support.fixtures import checkpoint, edit_config, random_prompt, read_tensors, reference_logits
 from tests.support.harness import Group, generate, greedy
+from tests.support.native import needs_native
 from tests.support.numerics import LOGITS_AGAINST_REFERENCE
 from tests.support.quantised import fp8_blocks, fp8_checkpoint, mxfp4_blocks, mxfp4_checkpoint
 from tests.support.setups import Setup
@@ -86,6 +87,48 @@ def test_mxfp4_experts_are_held_as_they_are_stored():
     stored = sum(t.nbytes for name, t in read_tensors(quantised).items() if name.endswith(("_blocks", "_scales")))
     with Group(quantised, Setup(topology="EP4DP1")) as group:
         assert sum(value.num_bytes for value in quant_tensors(group)) == stored
+
+
+# --- native kernels ---------------------------------------------------------------------------------------------------
+IN_BF16 = {
+    "mxfp4": lambda: mxfp4_checkpoint("T-GOS"),
+    "fp8 of heads": lambda: fp8_checkpoint("T-MM2", (128, 128)),
+    "fp8 of latents": lambda: fp8_checkpoint("T-DS3", (128, 128)),
+    "fp8 of blocks that divide nothing": lambda: fp8_checkpoint("T-DS3", (24, 40)),
+    "fp8 of widths that 32 does not divide": lambda: fp8_checkpoint(
+        "T-DS3", (128, 128), hidden_size=136, intermediate_size=1000, moe_intermediate_size=192, num_hidden_layers=2
+    ),
+}
+
+
+@needs_native
+@pytest.mark.parametrize("topology", ["EP1DP1", pytest.param("EP2DP1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", IN_BF16)
+def test_native_kernels_multiply_what_is_stored(name, topology):
+    """In bf16 codes are packed and counted as such, and logits are those of the numbers in bf16 to the last bit."""
+    quantised, plain = IN_BF16[name]()
+    setup = Setup(topology=topology, dtype="bfloat16", max_chunk_tokens=7)
+    with Group(quantised, setup) as group:
+        outcome = group.submit("one", random_prompt(33), greedy(4))
+        group.run()
+        assert not quant_tensors(group)
+        kinds = [weights.weight_kinds for weights in group.loaded]
+    assert all(f"routed/{'mxfp4' if name == 'mxfp4' else 'fp8_block'}" in kind for kind in kinds)
+    expected = generate(plain, [random_prompt(33)], setup=setup, params=greedy(4)).outcomes[0]
+    assert outcome.tokens == expected.tokens
+    assert torch.equal(outcome.logits_of_all(), expected.logits_of_all())
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "fp8 of heads"])
+def test_torch_multiplies_where_there_are_no_kernels(name, monkeypatch):
+    monkeypatch.setattr("moewe.quant.packed.load", lambda: None)
+    quantised, plain = IN_BF16[name]()
+    prompt = random_prompt(33)
+    with Group(quantised, Setup(dtype="bfloat16")) as group:
+        outcome = group.submit("one", prompt, greedy(1))
+        group.run()
+        assert quant_tensors(group)
+    compare_half_precision(plain, outcome.logits_of_all(), prompt)
 
 
 # --- the packing of these tests ---------------------------------------------------------------------------------------

@@ -7,14 +7,15 @@ import torch
 from moewe.models.families import load_config
 from moewe.models.loading import LoadOptions, load_weights
 from moewe.models.packing import pack_weights, packable_bytes
-from moewe.models.weights import ModelWeights
+from moewe.models.weights import ModelWeights, bytes_by_kind
 from moewe.moe.gated import ExpertWeights
-from moewe.quant import PackedTensor, QuantTensor, empty_matrix
+from moewe.quant import FP8_BLOCK, MXFP4_SCHEME, PackedTensor, QuantScheme, QuantTensor, empty_matrix
 from moewe.quant.packed import can_pack
+from moewe.quant.tensor import DATA_DTYPES, SCALE_DTYPES
 from tests.support.fixtures import FIXTURES, checkpoint
 from tests.support.native import needs_native
 from tests.support.numerics import assert_same
-from tests.support.quantised import mxfp4_checkpoint
+from tests.support.quantised import fp8_checkpoint, mxfp4_checkpoint
 
 pytestmark = needs_native
 UNPACKED = {"b13", "b2", "embedding", "router", "shared_gate"}
@@ -65,11 +66,28 @@ def test_packing_is_part_of_the_progress(dummy):
     assert totals[0] - packable_bytes(plain.weights) == pytest.approx(first, rel=0.2)  # headers are not told
 
 
-def test_quantised_matrices_stay_as_stored():
-    path, _ = mxfp4_checkpoint("T-GOS", intermediate_size=64)
-    weights = load(path, pack=True).weights
-    for layer in weights.layers:
-        assert isinstance(layer.qkv, PackedTensor) and isinstance(layer.moe.experts.w13, QuantTensor)
+QUANTISED = {
+    "mxfp4": lambda: mxfp4_checkpoint("T-GOS")[0],
+    "fp8": lambda: fp8_checkpoint("T-DS3", (128, 128))[0],
+    "fp8 in small blocks": lambda: fp8_checkpoint("T-MM2", (24, 40))[0],
+}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_codes_of_quantised_checkpoints_are_packed_as_stored(name):
+    path = QUANTISED[name]()
+    plain, report = load(path), load(path, pack=True)
+    expected = {place: value for place, _, value in walk(plain.weights)}
+    kinds = set()
+    for place, field, held in walk(report.weights):
+        stored = expected.pop(place)
+        if isinstance(stored, QuantTensor):
+            assert isinstance(held, PackedTensor) and held.format == stored.scheme.kind, place
+            assert held.gate_up == (field == "w13")
+            assert_same(held.dequantize(torch.float32), stored.dequantize(torch.float32))
+            kinds.add(field)
+    assert not expected and {"w13", "w2"} <= kinds
+    assert report.bytes_held == report.weights.num_bytes == sum(bytes_by_kind(report.weights).values())
 
 
 def test_experts_of_two_kinds_stay_with_torch():
@@ -82,10 +100,11 @@ def test_experts_of_two_kinds_stay_with_torch():
     assert isinstance(experts.w2, torch.Tensor) and isinstance(experts.w13, QuantTensor)
 
 
-def test_whole_tiles_are_packed_where_they_lie():
-    path = checkpoint("T-MIX")  # widths of 64 and 96
+@pytest.mark.parametrize("kind", ["bf16", "mxfp4"])
+def test_whole_tiles_are_packed_where_they_lie(kind):
+    path = checkpoint("T-MIX") if kind == "bf16" else mxfp4_checkpoint("T-GOS")[0]  # widths of 64 and 96
     weights = load(path).weights
-    before = {place: value.data_ptr() for place, _, value in walk(weights)}
+    before = {place: getattr(value, "data", value).data_ptr() for place, _, value in walk(weights)}
     bytes_before = weights.num_bytes
     packed = packable_bytes(weights)
     told = []
@@ -96,26 +115,41 @@ def test_whole_tiles_are_packed_where_they_lie():
     assert weights.num_bytes == bytes_before
 
 
-@pytest.mark.parametrize("ffn_width", [256, 250], ids=["in_place", "padded"])
-def test_packing_holds_no_second_copy_of_the_model(ffn_width):
-    """Sixteen stacks of 12 MiB; with a copy of all, memory would grow by as much as they take."""
+@pytest.mark.parametrize(
+    ("kind", "ffn_width"),
+    [("bf16", 256), ("bf16", 250), ("mxfp4", 1024), ("fp8_block", 512), ("fp8_block", 506)],
+    ids=lambda value: str(value),
+)
+def test_packing_holds_no_second_copy_of_the_model(kind, ffn_width):
+    """Sixteen layers, in place or padded; with a copy of all, memory would grow by the 100 MiB that they take."""
 
-    def stack(*shape):
-        return empty_matrix(shape, torch.bfloat16).fill_(1)  # as a loader holds it
+    def memory(shape, dtype):
+        return empty_matrix(shape, dtype).view(torch.uint8).fill_(1).view(dtype).view(*shape)  # as a loader holds it
+
+    def stack(*shape, sections=1):
+        if kind == "bf16":
+            return memory(shape, torch.bfloat16)
+        scheme = MXFP4_SCHEME if kind == "mxfp4" else QuantScheme(kind=FP8_BLOCK, block=(128, 128))
+        parts = (shape[1] // sections,) * sections
+        data = memory((shape[0], *scheme.data_shape(*shape[1:])), DATA_DTYPES[kind])
+        rows, columns = scheme.scales_shape(parts[0], shape[2])
+        scales = memory((shape[0], rows * sections, columns), SCALE_DTYPES[kind])
+        return QuantTensor(data=data, scales=scales, scheme=scheme, shape=shape, sections=parts)
 
     class Layer:
         qkv = o = latent = dense = None
 
         def __init__(self):
-            w13, w2 = stack(8, 2 * ffn_width, 1024), stack(8, 1024, ffn_width)
+            w13, w2 = stack(8, 2 * ffn_width, 1024, sections=2), stack(8, 1024, ffn_width)
             self.moe = type("Moe", (), {"experts": ExpertWeights(w13=w13, w2=w2), "shared": None})
 
-    weights = ModelWeights(embedding=stack(1, 1), head=stack(1, 1), final_norm=stack(1), layers=[])
+    end = memory((1, 1), torch.bfloat16)
+    weights = ModelWeights(embedding=end, head=end.clone(), final_norm=end[0], layers=[])
     weights.layers = [Layer() for _ in range(16)]
     process, seen = psutil.Process(), []
     before = process.memory_info().rss
     pack_weights(weights, lambda num_bytes: seen.append(process.memory_info().rss))
-    assert len(seen) == 33
+    assert len(seen) == 33 and all(isinstance(layer.moe.experts.w2, PackedTensor) for layer in weights.layers)
     assert max(seen) - before < 64 << 20
 
 

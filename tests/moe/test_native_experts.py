@@ -8,14 +8,15 @@ import torch
 from moewe.moe.experts import gated_ffn, grouped_ffn
 from moewe.moe.gated import SILU, Activation, ExpertWeights
 from moewe.moe.native_experts import native_ffn, native_ffn_combine
-from moewe.moe.native_route import Routed
-from moewe.moe.reference import combine_reference, dispatch_reference, grouped_ffn_reference
+from moewe.moe.reference import grouped_ffn_reference
 from moewe.moe.wide_ep.exchanges.native_combine import native_combine
 from moewe.moe.wide_ep.exchanges.pairs import add_pairs, sort_pairs
+from moewe.moe.wide_ep.exchanges.reference import combine_reference, dispatch_reference
 from moewe.quant import PackedTensor, pack
 from tests.support.cases import RoutingCase, random_ids, routing_cases
 from tests.support.native import needs_native, team_of
 from tests.support.numerics import assert_near, assert_same
+from tests.support.routed import routed
 
 pytestmark = needs_native
 
@@ -144,17 +145,6 @@ def test_a_row_that_is_not_finite_stays_alone(activation: Activation) -> None:
     assert_same(actual[keep], expected[keep])
     rows[7] = 1.0  # nothing of it is left behind
     assert_same(grouped_ffn(rows, counts, weights, activation)[keep], expected[keep])
-
-
-def routed(ids: torch.Tensor, num_slots: int) -> Routed:
-    """Routing of [T, K] i32 with -1 for dropped choices, as the native router would hand it on."""
-    pairs = sort_pairs(ids, torch.arange(num_slots + 1, dtype=torch.int32))
-    rows = pairs.positions.t().to(torch.int32).masked_fill(ids < 0, -1).contiguous()
-    weights = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)).masked_fill(ids < 0, torch.nan)
-    return Routed(
-        expert_ids=ids, weights=weights, slot_ids=ids, row_tokens=pairs.tokens.to(torch.int32),
-        offsets=torch.tensor(pairs.offsets, dtype=torch.int32), rows=rows, tokens_per_slot=pairs.counts,
-    )  # fmt: skip
 
 
 @routing_cases

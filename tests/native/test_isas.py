@@ -12,8 +12,10 @@ FILES = (
     "tests/quant/test_head_linear.py",
     "tests/quant/test_quantize.py",
     "tests/quant/test_quantized_products.py",
+    "tests/quant/test_pack_codes.py",
     "tests/moe/test_native_experts.py",
     "tests/moe/test_quantized_experts.py",
+    "tests/moe/test_stored_experts.py",
     "tests/models/test_native_latent.py",
     "tests/runtime/test_logprobs.py",
 )
