@@ -88,7 +88,7 @@ POLICIES: dict[str, Callable[[Known], ExpertPlacement]] = {
 }
 
 
-def synthetic_cases(window: int, num_layers: int) -> Iterator[Case]:
+def synthetic_cases(window: int, num_layers: int, only: tuple[str, ...]) -> Iterator[Case]:
     """Routing of 256-expert models (DeepSeek-V3: top-8, 8 groups) and 384-expert models (Kimi K2: top-8)."""
     makers: dict[str, tuple[Callable[..., np.ndarray], dict[str, Any], int]] = {
         "uniform": (synthetic.uniform, {}, 1),
@@ -99,7 +99,7 @@ def synthetic_cases(window: int, num_layers: int) -> Iterator[Case]:
     }
     for num_experts in (256, 384):
         for name, (make, options, groups) in makers.items():
-            if groups > 1 and num_experts != 256:
+            if (groups > 1 and num_experts != 256) or not f"{name}, {num_experts}".startswith(only):
                 continue
             ids = np.stack([make(2 * window, num_experts, 8, seed=seed, **options) for seed in range(num_layers)])
             yield Case(
@@ -141,14 +141,14 @@ def record_demo() -> RoutingTrace:
 
     pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
     text = "\n".join(page.read_text() for page in pages)
-    prompts = [text[i * 3000 : i * 3000 + 900] for i in range(num_prompts)]
+    prompts = [text[i * 3000 : i * 3000 + 600] for i in range(num_prompts)]
     # fp32 on threads takes the path in which Python sees every choice.
     with LLM(
         "demo", topology="EP1DP1", dtype="float32", max_model_len=1024, max_num_batched_tokens=256, ranks="threads"
     ) as llm:
         layer.assign_replicas = keep
         try:
-            llm.generate(prompts, SamplingParams(max_tokens=96, temperature=0.8, seed=1, ignore_eos=True))
+            llm.generate(prompts, SamplingParams(max_tokens=32, temperature=0.8, seed=1, ignore_eos=True))
         finally:
             layer.assign_replicas = assign
     ids = {
@@ -226,6 +226,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=16_384, help="tokens of a window over the group")
     parser.add_argument("--layers", type=int, default=3, help="synthetic layers, each with a seed of its own")
     parser.add_argument("--no-synthetic", action="store_true")
+    parser.add_argument("--only", nargs="*", default=[""], help="synthetic cases whose names begin so")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
@@ -240,7 +241,7 @@ def main() -> None:
                 show(case, width, measured)
 
     if not arguments.no_synthetic:
-        for case in synthetic_cases(arguments.window, arguments.layers):
+        for case in synthetic_cases(arguments.window, arguments.layers, tuple(arguments.only)):
             run(case)
     for name in arguments.trace:
         trace = record_demo() if name == "demo" else load_trace(Path(name))
