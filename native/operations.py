@@ -41,7 +41,7 @@ OPERATIONS = (
     Operation("query and key norm, rotary, KV write", "moewe_qkv_epilogue"),
     Operation("attention, KV in bf16, fp8 or int8", "moewe_attention", matrix=True),
     Operation("latent attention: one product a head", "moewe_head_linear", matrix=True),
-    Operation("latent attention: norm, rotary, KV write", "moewe_latent_rows"),
+    Operation("latent attention: rotary and KV write", "moewe_latent_rows"),
     Operation("routing", "moewe_route"),
     Operation("experts", "moewe_expert_ffn", matrix=True),
     Operation("expert layer, combine included", "moewe_expert_ffn_combine", matrix=True),
