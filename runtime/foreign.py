@@ -16,6 +16,8 @@ _LAYOUT = {
     "pipeline-parallel-size": "pipeline parallelism",
 }  # fmt: skip
 
+_EPLB = ("enable-eplb", "eplb-config", "eplb-algorithm", "init-expert-location")
+_REDUNDANT = ("num-redundant-experts", "ep-num-redundant-experts")
 _EXCHANGE = ("all2all-backend", "moe-a2a-backend")
 
 _LACKING = {
@@ -26,7 +28,6 @@ _LACKING = {
     "tool calls": ("tool-call-parser", "enable-auto-tool-choice", "tool-server", "tool-parser-plugin"),
     "reasoning parsers": ("reasoning-parser", "enable-reasoning"),
     "a choice of attention backends": ("attention-backend", "prefill-attention-backend", "decode-attention-backend"),
-    "an expert load balancer": ("enable-eplb", "eplb-config", "num-redundant-experts", "ep-num-redundant-experts"),
     "a choice of MoE backends": ("moe-backend", "moe-runner-backend"),
     "kernels of DeepEP": ("deepep-mode", "deepep-config"),
     "LoRA adapters": ("enable-lora", "lora-modules", "lora-paths", "max-loras", "max-lora-rank"),
@@ -59,6 +60,13 @@ def foreign(name: str) -> str | None:
         )
     if key in _EXCHANGE:
         return f"{name} is not an option of moewe; leave the choice open, or use exchange: shm, all_to_all, padded"
+    if key in _EPLB:
+        return (
+            f"{name} is not an option of moewe; eplb places experts by load: --eplb static FILE, with what "
+            "moewe record --load FILE writes"
+        )
+    if key in _REDUNDANT:
+        return f"{name} is not an option of moewe; the topology says it: EP8DP1[red=16] has 16 redundant slots"
     if key in _LACKED_BY_NAME:
         return f"{name} asks for {_LACKED_BY_NAME[key]}, and this version has none of it; leave it out"
     return None

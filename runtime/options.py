@@ -23,9 +23,14 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "cache": CacheOptions,
     "schedule": ScheduleOptions,
 }
+# What resolving fills in; nobody sets it.
+_DERIVED = ("eplb_load",)
 # Names are unique over all sections.
 _FIELDS: dict[str, str] = {
-    field.name: section for section, struct in _SECTIONS.items() for field in msgspec.structs.fields(struct)
+    field.name: section
+    for section, struct in _SECTIONS.items()
+    for field in msgspec.structs.fields(struct)
+    if field.name not in _DERIVED
 }
 
 

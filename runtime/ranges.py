@@ -30,6 +30,12 @@ def check_ranges(config: EngineConfig) -> None:
             raise ValueError(f"{field}={value!r} is not allowed; {fix}")
 
 
+def eplb_file(eplb: str) -> str:
+    """Return the file of `static FILE`, empty for everything else."""
+    mode, _, file = eplb.strip().partition(" ")
+    return file.strip() if mode == "static" else ""
+
+
 def _words(config: EngineConfig) -> list[tuple[str, Any, bool, str]]:
     model, parallel, policy = config.model, config.parallel, config.schedule.policy
     return [
@@ -45,6 +51,11 @@ def _words(config: EngineConfig) -> list[tuple[str, Any, bool, str]]:
         ("exchange", parallel.exchange, parallel.exchange in EXCHANGES, f"use {', '.join(EXCHANGES)}"),
         ("exchange_payload", parallel.exchange_payload, parallel.exchange_payload in PAYLOADS,
          f"use {' or '.join(PAYLOADS)}"),
+        ("eplb", parallel.eplb, parallel.eplb != "auto",
+         "moving experts while serving is not available in this version; use off, or static FILE with the load of "
+         "each expert, which moewe record --load FILE writes"),
+        ("eplb", parallel.eplb, parallel.eplb == "off" or bool(eplb_file(parallel.eplb)),
+         "use off, or static FILE with the load of each expert, which moewe record --load FILE writes"),
         ("policy", policy, policy in POLICIES, f"use {' or '.join(POLICIES)}"),
         ("tokenizer", model.tokenizer, not (model.tokenizer and model.skip_tokenizer_init),
          "skip_tokenizer_init loads none; leave one of the two out"),

@@ -41,6 +41,7 @@ from .config import CacheOptions, EngineConfig
 from .gpus import gpu_memory_bytes
 from .kernels import exchange_rule
 from .kv_layout import UNBOUNDED, scheduler_limits, step_limits
+from .placements import with_load
 from .prompts import tokenizer_folder
 from .ranges import check_ranges
 from .scheduling.limits import SchedulerConfig
@@ -128,6 +129,7 @@ def resolve(config: EngineConfig) -> Resolved:
     quantization = config.model.quantization
     if quantization is not None:
         _check_quantization(quantization, model, dtype)
+    config = with_load(config, model)
     threads, cpus = _compute(config, topology)
     scheme = weight_scheme(quantization) if quantization is not None else None
     footprint = model_footprint(model, name=config.model.model, dtype=dtype, scheme=scheme, kv_dtype=kv_format)

@@ -298,17 +298,9 @@ def group_shape(config: EngineConfig, placement: ExpertPlacement) -> GroupShape:
 
 def _placement(config: EngineConfig) -> ExpertPlacement:
     from ..models.families import load_config
-    from ..moe.wide_ep.placement import first_placement
-    from ..topologies import RankGrid, parse_topology
+    from .placements import expert_placement
 
-    model = load_config(Path(config.model.path))
-    topology = parse_topology(config.parallel.topology)
-    return first_placement(
-        len(model.moe_layers),
-        model.moe.routing.num_experts if model.moe is not None else 0,
-        num_redundant=topology.red,
-        domains=RankGrid(topology, topology.num_ranks).domains(),
-    )
+    return expert_placement(config, load_config(Path(config.model.path)))
 
 
 def _join_exchange(

@@ -97,6 +97,9 @@ ENGINE_FLAGS = (
             default="auto"),
     _engine("exchange-payload", "text", TOPOLOGY,
             "How rows travel to experts: auto, as they are, or fp8: half the bytes, rounded.", default="auto"),
+    _engine("eplb", "text", TOPOLOGY,
+            "How experts are placed: off, evenly in number, or static FILE, by the load in a file of `moewe record`.",
+            default="off"),
     _engine("ranks", "text", TOPOLOGY, "processes, or threads of one process.", default="processes", hidden=True),
     _engine("gpu-memory-utilization", "float", MEMORY,
             "Share of the device's memory (CPU: the host's) for weights, KV and buffers.",
@@ -207,7 +210,8 @@ _BY_FIELD = {flag.target: flag.name for flag in (*ENGINE_FLAGS, *HTTP_FLAGS, *SA
 
 
 def without_aliases(words: Sequence[str]) -> list[str]:
-    """Return a command line with every alias before `--` replaced by the flag that it means.
+    """Return a command line with every alias before `--` replaced by the flag that it means, and `--eplb static FILE`
+    as one value.
 
     Example:
         >>> without_aliases(["serve", "m", "--context-length=4096"])
@@ -218,7 +222,12 @@ def without_aliases(words: Sequence[str]) -> list[str]:
         if word == "--":
             return made + list(words[position:])
         name, equals, value = word.partition("=")
-        made.append(ALIASES.get(name, name) + equals + value)
+        if made[-1:] == ["--eplb=static"] and not word.startswith("-"):
+            made[-1] += f" {word}"
+        elif made[-1:] == ["--eplb"]:
+            made[-1] += f"={word}"
+        else:
+            made.append(ALIASES.get(name, name) + equals + value)
     return made
 
 

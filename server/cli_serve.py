@@ -124,7 +124,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 def announcement(resolved: Resolved) -> str:
     """Return what will run and what it costs, as printed before loading."""
+    from ..runtime.placements import placement_note
+
     model = resolved.model
     num_experts = model.moe.routing.num_experts if model.moe is not None else 0
     unit = "GPU" if resolved.config.parallel.device == "cuda" else "rank"
-    return f"{expansion(resolved.topology, num_experts=num_experts, unit=unit)}\n{resolved.budget.table()}"
+    lines = [expansion(resolved.topology, num_experts=num_experts, unit=unit)]
+    lines += filter(None, [placement_note(resolved.config, model)])
+    return "\n".join([*lines, resolved.budget.table()])

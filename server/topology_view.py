@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..moe.wide_ep.placement import ExpertPlacement, draw_placement, first_placement
+from ..moe.wide_ep.placement import ExpertPlacement, draw_placement
+from ..runtime.placements import expert_placement
 from ..topologies import RankGrid, parse_topology, placement_summary
 from .state import ServerState
 
@@ -44,6 +45,7 @@ def topology_map(state: ServerState) -> dict[str, Any]:
         "adp": topology.adp,
         "atp": topology.atp,
         "red": topology.red,
+        "eplb": state.config.parallel.eplb,
         "num_ranks": topology.num_ranks,
         "model": state.names[0],
         "num_experts": num_experts,
@@ -78,14 +80,7 @@ def topology_drawing(state: ServerState) -> str:
 
 def _placement(state: ServerState) -> ExpertPlacement:
     """Where the experts of every replica stand when ranks start: all of them work it out alike."""
-    topology = parse_topology(state.config.parallel.topology)
-    model = state.model_config
-    return first_placement(
-        len(model.moe_layers),
-        model.moe.routing.num_experts if model.moe is not None else 0,
-        num_redundant=topology.red,
-        domains=RankGrid(topology, topology.num_ranks).domains(),
-    )
+    return expert_placement(state.config, state.model_config)
 
 
 def _holders(placement: ExpertPlacement) -> list[list[int]]:

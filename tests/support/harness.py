@@ -16,16 +16,17 @@ import numpy as np
 import torch
 
 from moewe.models.families import load_config
+from moewe.moe.wide_ep.balancing import logical_load
 from moewe.moe.wide_ep.exchanges import Exchange, LocalExchange, ThreadHub, join_all_over_links
-from moewe.moe.wide_ep.placement import first_placement
 from moewe.runtime.attention_ranks import GroupHub
 from moewe.runtime.params import SamplingParams
+from moewe.runtime.placements import expert_placement
 from moewe.runtime.plan import PromptLogprobs, StepPlan, TokenLogprobs, result_of_ranks
 from moewe.runtime.scheduler import Request, Scheduler, SequenceUpdate
 from moewe.runtime.worker import Worker
 from moewe.runtime.worker_main import group_shape
 from moewe.telemetry import ProgressBoard
-from moewe.topologies import RankGrid, parse_topology
+from moewe.topologies import parse_topology
 from moewe.topologies.exchange_choice import exchanges_to_join
 from tests.support.rank_threads import RankThread, results_of
 from tests.support.setups import Setup
@@ -68,6 +69,7 @@ class Group:
     """One expert-parallel group: a scheduler and its workers. Use as a context manager.
 
     Attributes:
+        placement: of experts.
         outcomes: by request id.
         steps: a record of every step.
     """
@@ -79,15 +81,8 @@ class Group:
         moe = self.model.moe
         self.top_k = moe.routing.top_k if moe else 0
         self.num_ranks = topology.ep
-        num_experts = moe.routing.num_experts if moe else 0
-        placement = first_placement(
-            len(self.model.moe_layers),
-            num_experts,
-            num_redundant=topology.red,
-            domains=RankGrid(topology, self.num_ranks).domains(),
-        )
-        self._slot_experts = placement.physical_to_logical[0] if num_experts else np.empty(0, np.int32)
         config, rule = setup.engine_config(checkpoint), setup.exchange_rule()
+        self.placement = placement = expert_placement(config, self.model)
         names = exchanges_to_join(rule.grid, rule.facts)
         shape = group_shape(config, placement)
         hub = GroupHub(shape, topology) if self.num_ranks > 1 else None
@@ -192,7 +187,7 @@ class Group:
     def rows_per_expert(self) -> np.ndarray:
         """Return the rows that reached each expert in each MoE layer, [L_moe, E], replicas together."""
         slots = np.concatenate([worker.counters.expert_tokens for worker in self.workers], axis=1)
-        return np.stack([np.bincount(self._slot_experts, row).astype(np.int64) for row in slots])
+        return logical_load(slots, self.placement.physical_to_logical, self.placement.num_experts)
 
     def _all(self, name: str, *args: Any) -> list[Any]:
         """Call a method of every worker at once; it may be a collective."""

@@ -34,6 +34,7 @@ class Setup:
         keep_logits: record the logits of every row.
         eos_token_ids: end tokens; None takes the model's.
         exchange, exchange_payload: as the options.
+        eplb_load: by which experts are placed, [MoE layers, experts] i64 as bytes; empty places them evenly.
     """
 
     topology: str = "EP1DP1"
@@ -54,6 +55,7 @@ class Setup:
     eos_token_ids: tuple[int, ...] | None = None
     exchange: str = "auto"
     exchange_payload: str = "auto"
+    eplb_load: bytes = b""
 
     def engine_config(self, checkpoint: Path) -> EngineConfig:
         """Return the resolved configuration that a worker gets."""
@@ -72,6 +74,7 @@ class Setup:
                 threads=1,
                 exchange=self.exchange,
                 exchange_payload=self.exchange_payload,
+                eplb_load=self.eplb_load,
             ),
             cache=CacheOptions(
                 block_size=self.block_size, num_blocks=self.num_blocks, kv_cache_dtype=self.kv_cache_dtype

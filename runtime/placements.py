@@ -1,0 +1,72 @@
+"""Where the experts of a replica stand: the one answer for its ranks, its engine and whoever shows it.
+
+Not a policy (moe.wide_ep.placement) and not live balancing: a placement holds from the start to the end.
+Units: tokens. L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from ..models.config import ModelConfig
+from ..moe.wide_ep.balancing import expected_imbalance, read_load
+from ..moe.wide_ep.placement import ExpertPlacement, balanced_placement, first_placement, linear_placement
+from ..topologies import RankGrid, parse_topology
+from .config import EngineConfig
+from .plan import pack, unpack
+from .ranges import eplb_file
+
+
+def with_load(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """Return `config` with the load that `eplb` names in it, so that all ranks see the same one.
+
+    Raises:
+        ValueError: there is no such file, or it does not fit the model.
+    """
+    eplb, load = config.parallel.eplb, b""
+    if file := eplb_file(eplb):
+        if model.moe is None:
+            raise ValueError(f"eplb={eplb!r} places experts, but the model is dense; use off")
+        path = Path(file).expanduser().absolute()
+        try:
+            read = read_load(path, num_layers=len(model.moe_layers), num_experts=model.moe.routing.num_experts)
+        except ValueError as error:
+            raise ValueError(f"eplb={eplb!r}: {error}") from None
+        eplb, load = f"static {path}", pack(read.total, "<i8")
+    parallel = msgspec.structs.replace(config.parallel, eplb=eplb, eplb_load=load)
+    return msgspec.structs.replace(config, parallel=parallel)
+
+
+def expert_placement(config: EngineConfig, model: ModelConfig) -> ExpertPlacement:
+    """Return where experts stand under a resolved `config`: by the load that it holds, else as `first_placement`."""
+    num_experts = model.moe.routing.num_experts if model.moe is not None else 0
+    parallel = config.parallel
+    return _placement(parallel.topology, len(model.moe_layers), num_experts, parallel.eplb_load)
+
+
+def placement_note(config: EngineConfig, model: ModelConfig) -> str:
+    """Return a line about a placement by load, empty without one: what it was made from and what it is to give."""
+    parallel, topology = config.parallel, parse_topology(config.parallel.topology)
+    if not parallel.eplb_load or model.moe is None:
+        return ""
+    load = np.reshape(unpack(parallel.eplb_load, "<i8"), (len(model.moe_layers), -1))
+    placed = float(expected_imbalance(expert_placement(config, model), load).mean())
+    plain = float(expected_imbalance(linear_placement(load.shape[0], load.shape[1], topology.ep), load).mean())
+    return (
+        f"  placement  by load of {eplb_file(parallel.eplb)}: fullest rank {placed:.2f} of the mean, "
+        f"{plain:.2f} with experts in order"
+    )
+
+
+@lru_cache(maxsize=8)
+def _placement(topology_text: str, num_layers: int, num_experts: int, load: bytes) -> ExpertPlacement:
+    topology = parse_topology(topology_text)
+    domains = RankGrid(topology, topology.num_ranks).domains()
+    if not load:
+        return first_placement(num_layers, num_experts, num_redundant=topology.red, domains=domains)
+    table = np.reshape(unpack(load, "<i8"), (num_layers, num_experts))
+    return balanced_placement(table, num_redundant=topology.red, domains=domains)

@@ -1,0 +1,114 @@
+"""Static placement: the option is checked, the load travels in the config, and everybody sees the same map."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from moewe.models.families import load_config
+from moewe.moe.wide_ep.balancing import ExpertLoad, expected_imbalance, write_load
+from moewe.moe.wide_ep.placement import first_placement, linear_placement
+from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions
+from moewe.runtime.options import engine_config, layout_config
+from moewe.runtime.placements import expert_placement, placement_note
+from moewe.runtime.resolve import resolve
+from moewe.runtime.worker_main import build_hub
+from moewe.server.cli_serve import announcement
+from tests.support.fixtures import checkpoint
+
+NAME = "T-QW3"
+
+
+def skewed(name: str = NAME) -> np.ndarray:
+    """A few experts of each layer get most: [L, E] i64."""
+    model = load_config(checkpoint(name))
+    assert model.moe is not None
+    shape = len(model.moe_layers), model.moe.routing.num_experts
+    rng = np.random.default_rng(3)
+    load = np.sort(rng.zipf(1.3, shape).clip(max=1000)).astype(np.int64)
+    load[::2] = load[::2, ::-1]
+    return load
+
+
+def config(eplb: str, topology: str = "EP2DP1[red=2]", name: str = NAME) -> EngineConfig:
+    return EngineConfig(
+        model=ModelOptions(model=name, path=str(checkpoint(name))),
+        parallel=ParallelOptions(topology=topology, eplb=eplb),
+        cache=CacheOptions(num_blocks=64),
+    )
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    write_load(ExpertLoad(phases={"decode": skewed()}), tmp_path / "a load.json")
+    return tmp_path / "a load.json"
+
+
+def test_ranks_and_displays_place_experts_by_the_file(file: Path) -> None:
+    found = resolve(config(f"static {file}"))
+    file.unlink()  # what was read at the start is what counts
+    placement = expert_placement(found.config, found.model)
+    plain = linear_placement(*skewed().shape, 2)
+    assert expected_imbalance(placement, skewed()).mean() < expected_imbalance(plain, skewed()).mean() - 0.1
+    assert (placement.physical_to_logical != placement.physical_to_logical[0]).any(), "each layer by its own load"
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(found.config), type=EngineConfig)
+    again = expert_placement(sent, found.model)
+    np.testing.assert_array_equal(again.physical_to_logical, placement.physical_to_logical)
+    np.testing.assert_array_equal(again.slot_of, placement.slot_of)
+    assert build_hub(found.config, 2).shape.slot_ranges == placement.slot_ranges
+    note = placement_note(found.config, found.model)
+    assert "a load.json" in note and "in order" in note and note in announcement(found)
+
+
+def test_off_is_what_was_before() -> None:
+    found = resolve(config("off"))
+    expected = first_placement(*skewed().shape, num_redundant=2, domains=(0, 0))
+    np.testing.assert_array_equal(
+        expert_placement(found.config, found.model).physical_to_logical, expected.physical_to_logical
+    )
+    assert found.config.parallel.eplb_load == b"" and placement_note(found.config, found.model) == ""
+
+
+def test_paths_are_made_absolute(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(file.parent)
+    assert resolve(config("static a load.json")).config.parallel.eplb == f"static {file}"
+
+
+@pytest.mark.parametrize(
+    ("eplb", "complaint"),
+    [
+        ("auto", r"eplb='auto' is not allowed; .* not available in this version; use off, or static FILE"),
+        ("static", r"eplb='static' is not allowed; use off, or static FILE"),
+        ("on", r"eplb='on' is not allowed; use off, or static FILE"),
+        ("static /nowhere.json", r"eplb='static /nowhere.json': load file .* cannot be read"),
+    ],
+)
+def test_other_values_are_refused(eplb: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        resolve(config(eplb))
+
+
+def test_loads_of_other_models_and_dense_models_are_refused(file: Path) -> None:
+    with pytest.raises(ValueError, match=r"eplb='static .*: load file .* has num_(layers|experts)=\d+, but the model"):
+        resolve(config(f"static {file}", name="T-DS3"))
+    with pytest.raises(ValueError, match="the model is dense; use off"):
+        resolve(config(f"static {file}", topology="EP1DP1", name="T-LLA"))
+
+
+def test_the_load_itself_is_no_option_and_auto_is_refused_before_a_model_is_looked_for() -> None:
+    with pytest.raises(ValueError, match="eplb_load"):
+        engine_config({"model": "m", "eplb_load": b"x"})
+    with pytest.raises(ValueError, match="not available in this version"):
+        layout_config({"model": "nowhere", "eplb": "auto"})
+
+
+def test_flags_of_others_point_to_ours() -> None:
+    for name in ("enable-eplb", "--eplb-config", "init_expert_location"):
+        with pytest.raises(ValueError, match="--eplb static FILE"):
+            engine_config({"model": "m", name: True})
+    for name in ("num-redundant-experts", "ep_num_redundant_experts"):
+        with pytest.raises(ValueError, match=r"EP8DP1\[red=16\]"):
+            engine_config({"model": "m", name: 16})
