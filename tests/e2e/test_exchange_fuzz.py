@@ -1,0 +1,112 @@
+"""Ten thousand steps at EP4 over all exchanges: random arrivals and aborts, idle ranks, preemptions, snapshots.
+
+Nothing hangs, no block and no memory is lost, and every request that was not aborted has the tokens of one rank; where
+domains add up for themselves, the tokens that it has there in other company. Ranks are threads, kernels native.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, replace
+
+import numpy as np
+import psutil
+import pytest
+
+from moewe.runtime.params import SamplingParams
+from tests.support.fixtures import checkpoint, random_prompt
+from tests.support.harness import Group, generate
+from tests.support.native import needs_native
+from tests.support.setups import Setup
+
+pytestmark = [needs_native, pytest.mark.slow, pytest.mark.timeout(480)]
+
+STEPS = 2500
+MOST_GROWTH = 64 << 20  # bytes, after a fifth of the steps: allocators keep what was once used
+TIGHT = Setup(dtype="bfloat16", num_blocks=14, block_size=4, max_num_batched_tokens=24, keep_logits=False)
+WAYS = {
+    "threads": replace(TIGHT, topology="EP4DP1[red=4]"),
+    "all_to_all": replace(TIGHT, topology="EP4DP1", exchange="all_to_all"),
+    "padded": replace(TIGHT, topology="EP4DP1", exchange="padded"),
+    "hierarchical": replace(TIGHT, topology="EP4DP1[domains=2+2]"),
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request and what came of it."""
+
+    prompt: list[int]
+    params: SamplingParams
+    tokens: list[int]
+
+
+class Traffic:
+    """Requests that come in bursts of changing density, so that ranks fall idle and run full in turns."""
+
+    def __init__(self, group: Group, seed: int) -> None:
+        self._group, self._rng = group, np.random.default_rng(seed)
+        self._rate, self._live = 0.2, []
+        self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
+
+    def go_on(self) -> None:
+        """Let something happen, or nothing, before the next step."""
+        rng = self._rng
+        if rng.random() < 0.02:
+            self._rate = float(rng.choice([0.02, 0.2, 0.8]))
+        self._live = [name for name in self._live if self._group.outcomes[name].finish_reason is None]
+        if rng.random() < self._rate and len(self._live) < 16:
+            self._ask()
+        if self._live and rng.random() < 0.01:
+            self._group.abort(str(rng.choice(self._live)))
+        if rng.random() < 0.004:
+            self._group.snapshot()
+
+    def _ask(self) -> None:
+        rng, number = self._rng, len(self.asked)
+        prompt = random_prompt(int(rng.integers(1, 30)), seed=number)
+        seeded = {"temperature": 0.8, "top_p": 0.9, "seed": number} if number % 2 else {"temperature": 0.0}
+        params = SamplingParams(max_tokens=int(rng.integers(1, 24)), ignore_eos=True, **seeded)
+        name = f"r{number}"
+        self.asked[name] = (prompt, params)
+        self._live.append(name)
+        self._group.submit(name, prompt, params)
+
+
+def fuzz(setup: Setup, seed: int) -> list[Asked]:
+    """Run STEPS steps and what is left after them; return the requests that ran to their end."""
+    with Group(checkpoint("T-QW3", dtype="bfloat16"), setup) as group:
+        traffic, sizes = Traffic(group, seed), []
+        for until in (STEPS // 5, STEPS):
+            while len(group.steps) < until:
+                traffic.go_on()
+                group.step()
+            gc.collect()
+            sizes.append(psutil.Process().memory_info().rss)
+        assert sizes[1] - sizes[0] < MOST_GROWTH
+        outcomes = group.run()
+        assert group.num_preemptions > 20
+        idle = sum(0 in step.rows for step in group.steps)
+        assert idle > STEPS / 20, "ranks were hardly ever idle"
+        assert all(outcome.error is None for outcome in outcomes.values())
+        ended = {name: outcome for name, outcome in outcomes.items() if outcome.finish_reason == "length"}
+        assert len(ended) + sum(o.finish_reason == "abort" for o in outcomes.values()) == len(outcomes)
+        return [Asked(*traffic.asked[name], outcome.tokens) for name, outcome in ended.items()]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ten_thousand_steps_over_all_exchanges(way: str) -> None:
+    setup = WAYS[way]
+    asked = fuzz(setup, seed=1)
+    assert len(asked) > 100
+    alone = replace(setup, num_blocks=1024, max_num_batched_tokens=512)
+    if way != "hierarchical":  # which adds up inside of domains first
+        alone = replace(alone, topology="EP1DP1", exchange="auto")
+    run = generate(
+        checkpoint("T-QW3", dtype="bfloat16"),
+        [one.prompt for one in asked],
+        setup=alone,
+        params=[one.params for one in asked],
+    )
+    wrong = [i for i, (one, other) in enumerate(zip(asked, run.outcomes, strict=True)) if one.tokens != other.tokens]
+    assert not wrong, f"{len(wrong)} of {len(asked)} requests, the first: {wrong[0]}"
