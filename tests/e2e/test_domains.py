@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from moewe.moe.wide_ep.exchanges import GroupShape, ThreadHub, join_over_links
 from moewe.runtime.metrics.stats import decode_counters
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.prompts import packed
+from moewe.runtime.replicas import ReplicaSet
 from moewe.runtime.worker_main import _is_about_peers
-from tests.runtime.test_generation import FIXTURE, descendants, is_gone, start, wait_gone
+from tests.runtime.test_generation import FIXTURE, READY_S, config, descendants, is_gone, start, wait_gone
 from tests.support.comparison import compare_runs
 from tests.support.fixtures import checkpoint, random_prompt, reference_greedy
 from tests.support.harness import generate, greedy
@@ -110,6 +112,23 @@ def test_asked_for_exchanges_give_the_tokens_of_the_reference(exchange: str) -> 
     outcomes = generate(path, PROMPTS, setup=Setup(topology="EP2DP1", exchange=exchange)).outcomes
     for prompt, outcome in zip(PROMPTS, outcomes, strict=True):
         assert outcome.tokens == reference_greedy(path, prompt, 16)
+
+
+@pytest.mark.spawn
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_processes_switch_between_exchanges_as_plans_say() -> None:
+    made = config(checkpoint(FIXTURE), "EP2DP1")
+    replicas = ReplicaSet.start(replace(made, parallel=replace(made.parallel, exchange="padded")))
+    try:
+        replicas.wait_ready(READY_S)
+        for i, prompt in enumerate(PROMPTS):
+            replicas.submit(f"r{i}", packed(prompt), SamplingParams(max_tokens=16, temperature=0, ignore_eos=True))
+        told, _ = finish(replicas, len(PROMPTS), seconds=240)
+    finally:
+        replicas.close()
+    for i, prompt in enumerate(PROMPTS):
+        assert told[f"r{i}"] == reference_greedy(checkpoint(FIXTURE), prompt, 16), i
 
 
 @pytest.mark.spawn

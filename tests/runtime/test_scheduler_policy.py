@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moewe.runtime.plan import Chunk, RankPlan
+from moewe.runtime.scheduling.limits import GroupLimits, SchedulerConfig
 from moewe.runtime.scheduling.policy import fill_evenly, precedence, share_tokens, step_header, step_kind
+from moewe.topologies import RankGrid, parse_topology
+from moewe.topologies.exchange_choice import ExchangeFacts, ExchangeRule
 from tests.support.null_worker import make_request
 
 CHUNK = Chunk(slot=0, start=0, num_tokens=7, samples=False)
@@ -70,3 +75,19 @@ def test_precedence_minds_priority_only_under_its_policy():
     assert precedence(a, "fcfs") < precedence(tie, "fcfs"), (
         "ties go by name, whatever the order of arrival in the queue"
     )
+
+
+def test_the_exchange_of_a_step_follows_its_kind_and_bucket() -> None:
+    rule = ExchangeRule(grid=RankGrid(parse_topology("EP2DP1"), 2), facts=ExchangeFacts(asked="padded"))
+    limits = SchedulerConfig(
+        num_ranks=2, groups=(GroupLimits(num_blocks=8),), block_size=4, max_model_len=32, max_num_seqs=4,
+        max_num_batched_tokens=8, exchange_rule=rule,
+    )  # fmt: skip
+    decode, prefill = RankPlan(num_decodes=3), RankPlan(chunks=(Chunk(slot=0, start=0, num_tokens=3, samples=True),))
+
+    def exchange(*ranks: RankPlan) -> str:
+        return step_header(ranks, step=0, epoch=0, exchange_of=limits.exchange_of, snapshot=False).exchange
+
+    assert exchange(decode, RankPlan()) == "padded"
+    assert exchange(decode, RankPlan(num_decodes=65)) == exchange(decode, prefill) == "all_to_all"
+    assert replace(limits, exchange_rule=None, exchange="shm").exchange_of("decode", 3) == "shm"
