@@ -54,7 +54,7 @@ def assert_sound(placement: ExpertPlacement, num_experts: int, num_redundant: in
     assert placement.num_replicas.sum(1).tolist() == [sum(sizes)] * placement.num_layers
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(wanted())
 def test_every_placement_is_sound(case: tuple[np.ndarray, int, tuple[int, ...], int]) -> None:
     load, num_redundant, domains, groups = case
