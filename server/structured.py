@@ -15,9 +15,10 @@ import msgspec
 
 from ..runtime.params import SamplingParams, StructuredSpec
 from ..text.grammar import GrammarError
+from ..text.grammar_check import GrammarUntried
 from ..text.parsers import OutputFormat
 from ..text.parsers.table import HARMONY, REASONING_FORMATS
-from .errors import invalid, queue_full
+from .errors import invalid, queue_full, unavailable
 from .state import ServerState
 
 # They only wait: for the helper that tries grammars (text/grammar_check.py).
@@ -37,7 +38,7 @@ async def check_structure(state: ServerState, params: SamplingParams, field: str
         field: where the grammar was sent, for the error.
 
     Raises:
-        ApiError: 400 with what is wrong, 429 where too many grammars wait to be tried.
+        ApiError: 400 with what is wrong, 429 where too many grammars wait to be tried, 503 where nobody can try one.
     """
     global _waiting
     spec = params.structured
@@ -53,6 +54,8 @@ async def check_structure(state: ServerState, params: SamplingParams, field: str
         await asyncio.get_running_loop().run_in_executor(_THREADS, state.grammar_check.check, spec.kind, spec.text)
     except GrammarError as error:
         raise invalid(f"{field} cannot be used: {error}", field, "invalid_grammar") from None
+    except GrammarUntried as error:
+        raise unavailable(f"{field} could not be tried: {error}; try again later", "grammar_untried") from None
     finally:
         _waiting -= 1
 

@@ -13,12 +13,14 @@ import socket
 import subprocess
 import sys
 from collections import OrderedDict
+from contextlib import suppress
 from hashlib import sha256
 from threading import BoundedSemaphore, Lock
 
 import msgspec
 
 from .grammar import GrammarError, grammar_source
+from .grammar_helper import STARTED
 
 REMEMBERED = 1024
 # At once; the others wait. A child may take all of a core for its time.
@@ -26,6 +28,10 @@ MOST_TRIALS = 2
 # Of the clock, where a machine is too busy to give a child its share; the limit on CPU is the helper's.
 PATIENCE_S = 10.0
 TOO_COMPLEX = "it takes too long to compile; make it simpler: fewer nested repetitions, alternatives and patterns"
+
+
+class GrammarUntried(RuntimeError):
+    """Nobody could say whether a grammar can be used: the machine is too busy, or helpers do not live."""
 
 
 class GrammarCheck:
@@ -47,6 +53,7 @@ class GrammarCheck:
 
         Raises:
             GrammarError: the grammar cannot be used; one line that says why.
+            GrammarUntried: try again later; nothing is remembered of it.
         """
         key = sha256(f"{kind}\0{text}".encode("utf-8", "surrogatepass")).digest()
         with self._lock:
@@ -69,20 +76,31 @@ class GrammarCheck:
 
     def _try(self, source: str) -> str:
         """Return what is wrong with a grammar; empty when nothing is."""
+        for _ in range(2):  # a helper may end between two trials, or with a trial in its hands
+            answer = self._ask(source)
+            if answer.startswith(STARTED):
+                verdict = answer.removeprefix(STARTED)
+                return msgspec.msgpack.decode(verdict, type=str) if verdict else TOO_COMPLEX
+        raise GrammarUntried("the helper that tries grammars ended twice")
+
+    def _ask(self, source: str) -> bytes:
+        """Return all that a child says about a grammar before it ends."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
                 self._send(theirs)
             ours.settimeout(PATIENCE_S)
+            answer = b""
             try:
-                ours.sendall(msgspec.msgpack.encode(source))
-                ours.shutdown(socket.SHUT_WR)
-                answer = b""
-                while part := ours.recv(1 << 16):
-                    answer += part
-            except OSError:  # the child died while it read, or time is up
-                answer = b""
-        return msgspec.msgpack.decode(answer, type=str) if answer else TOO_COMPLEX
+                with suppress(BrokenPipeError):  # the child died while it read, but may have spoken before
+                    ours.sendall(msgspec.msgpack.encode(source))
+                    ours.shutdown(socket.SHUT_WR)
+                with suppress(ConnectionResetError):
+                    while part := ours.recv(1 << 16):
+                        answer += part
+            except TimeoutError:
+                raise GrammarUntried(f"no verdict within {PATIENCE_S:g} s") from None
+            return answer
 
     def _send(self, connection: socket.socket) -> None:
         """Hand a socket to the helper, a fresh one where the old one is gone."""
@@ -97,7 +115,7 @@ class GrammarCheck:
                     return
                 except OSError:
                     self._end()
-        raise GrammarError("the helper that tries grammars does not start; see the log of the server")
+        raise GrammarUntried("the helper that tries grammars does not start; see the log of the server")
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair()

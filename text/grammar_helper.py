@@ -18,6 +18,8 @@ import msgspec
 
 from .grammar import GrammarError, byte_tokens, compile_source
 
+# What a child says first: if nothing follows, it met a limit; if not even this comes, nobody tried the grammar.
+STARTED = b"+"
 CPU_SECONDS = 0.4
 MEMORY_BYTES = 2 << 30
 # How far a text is written on trial: what a grammar costs shows in its masks, too.
@@ -63,6 +65,7 @@ def _be_child(connection: socket.socket) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        connection.sendall(STARTED)
         parts = []
         while part := connection.recv(1 << 16):
             parts.append(part)

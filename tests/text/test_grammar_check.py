@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
 from moewe.text import grammar_check
 from moewe.text.grammar import GrammarError
-from moewe.text.grammar_check import TOO_COMPLEX, GrammarCheck
+from moewe.text.grammar_check import TOO_COMPLEX, GrammarCheck, GrammarUntried
+from moewe.text.grammar_helper import STARTED
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +102,37 @@ def test_a_lost_helper_is_replaced_and_close_leaves_none() -> None:
     assert process is not None and process.pid != lost.pid
     check.close()
     assert not psutil.pid_exists(process.pid)
+
+
+def test_a_verdict_that_nobody_gave_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = GrammarCheck()
+    try:
+        check.check("regex", "first")
+        assert check._process is not None
+        check._process.send_signal(signal.SIGSTOP)  # a helper that gets no processor
+        monkeypatch.setattr(grammar_check, "PATIENCE_S", 0.2)
+        with pytest.raises(GrammarUntried, match="no verdict"):
+            check.check("regex", "second")
+        check._process.send_signal(signal.SIGCONT)
+        monkeypatch.undo()
+        check.check("regex", "second")
+    finally:
+        check.close()
+
+
+def test_a_helper_that_ends_with_a_trial_in_its_hands_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = GrammarCheck()
+    try:
+        answers = iter([b"", STARTED + msgspec.msgpack.encode("")])
+        monkeypatch.setattr(check, "_ask", lambda source: next(answers))
+        check.check("regex", "first")
+        answers = iter([b"", b""])
+        with pytest.raises(GrammarUntried, match="twice"):
+            check.check("regex", "second")
+        answers = iter([STARTED])
+        assert refusal(check, "regex", "third") == TOO_COMPLEX
+    finally:
+        check.close()
 
 
 def test_many_at_once(check: GrammarCheck) -> None:
