@@ -49,7 +49,7 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How ranks are laid out and what they run on.
 
     Attributes:
-        topology: canonical long form, e.g. `EP2DP1[adp=2,atp=1,red=0]`.
+        topology: canonical long form, e.g. `EP2DP1[adp=2,atp=1,red=0]`, or `auto`.
         ranks: `processes`, or `threads` of one process (tests).
         device: `cpu` or `cuda`.
         threads: compute threads a rank; None divides the cores of the host among its ranks.

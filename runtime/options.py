@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ..topologies import load_layout
+from ..topologies import AUTO, load_layout
 from .config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
 from .foreign import foreign
 from .ranges import check_ranges
@@ -59,7 +59,7 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
 
 
 def layout_config(options: Mapping[str, Any], *, dialect: str | None = None) -> EngineConfig:
-    """Return the config of flat `options` whose `topology` may be any layout: text, a YAML file, or a preset.
+    """Return the config of flat `options` whose `topology` may be any layout: text, a YAML file, a preset, or `auto`.
 
     Args:
         options: see `engine_config`.
@@ -71,8 +71,9 @@ def layout_config(options: Mapping[str, Any], *, dialect: str | None = None) -> 
     text = options.get("topology", ParallelOptions().topology)
     if not isinstance(text, str):
         raise ValueError(f"topology={text!r} is not allowed; use text of the form EPxDPy, for example 'EP2DP1'")
-    layout = load_layout(text, dialect=dialect)
-    config = engine_config({**options, "topology": layout.single().long()})
+    # `auto` stays until the model and the machine are known (runtime/resolve.py).
+    topology = AUTO if text.strip().lower() == AUTO else load_layout(text, dialect=dialect).single().long()
+    config = engine_config({**options, "topology": topology})
     check_ranges(config)
     if config.model.chat_template is not None:
         from ..text import check_template_option  # most starts need no Jinja yet

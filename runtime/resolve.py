@@ -24,6 +24,7 @@ from ..native.library import outcome
 from ..quant import NumberFormat, parse_format, parse_kv_format, weight_scheme
 from ..text import check_tokenizer_files
 from ..topologies import (
+    AUTO,
     ByteBudget,
     KVGroup,
     ModelFootprint,
@@ -37,6 +38,7 @@ from ..topologies import (
 )
 from ..topologies.exchange_choice import check_exchange
 from ..topologies.hardware import available_memory_bytes, host_cores, host_memory_bytes, numa_nodes
+from .auto_topology import auto_topology
 from .config import CacheOptions, EngineConfig
 from .gpus import gpu_memory_bytes
 from .kernels import exchange_rule
@@ -101,22 +103,14 @@ def resolve(config: EngineConfig) -> Resolved:
         ValueError: one line with the field, the value and the fix (a ConfigError or TopologyError among them).
     """
     check_ranges(config)
-    topology = parse_topology(config.parallel.topology)
+    is_open = config.parallel.topology.strip().lower() == AUTO
+    topology = None if is_open else parse_topology(config.parallel.topology)
     model = load_config(Path(config.model.path))
     if unread := unread_fields(Path(config.model.path)):
         log.info("config.json: fields that this version does not read: %s", ", ".join(map(ascii, unread[:20])))
     gpus = gpu_memory_bytes() if config.parallel.device == "cuda" else None
-    check_runnable(
-        topology,
-        num_experts=model.moe.routing.num_experts if model.moe is not None else 0,
-        num_ranks_available=None if gpus is None else len(gpus),
-        unit="rank" if gpus is None else "GPU",
-    )
-    check_heads(model, topology)
-    # Nothing is compiled to answer what was not asked: the port is not even bound yet.
-    has_native = config.parallel.exchange != "shm" or outcome().library is not None
-    rule = exchange_rule(config, topology, has_native=has_native)
-    check_exchange(rule.grid, rule.facts)
+    if topology is not None:
+        _check_runnable(config, topology, model, gpus)
     dtype = parse_format(model.dtype if config.model.dtype == "auto" else config.model.dtype)
     if config.model.dtype == "auto":
         log.info("dtype: %s, the checkpoint's", dtype.name)
@@ -129,8 +123,6 @@ def resolve(config: EngineConfig) -> Resolved:
     quantization = config.model.quantization
     if quantization is not None:
         _check_quantization(quantization, model, dtype)
-    config = with_load(config, model)
-    threads, cpus = _compute(config, topology)
     scheme = weight_scheme(quantization) if quantization is not None else None
     footprint = model_footprint(model, name=config.model.model, dtype=dtype, scheme=scheme, kv_dtype=kv_format)
     asked = config.model.max_model_len
@@ -144,7 +136,17 @@ def resolve(config: EngineConfig) -> Resolved:
             config.model, dtype=dtype.name, max_model_len=asked or model.max_position_embeddings
         ),
         cache=msgspec.structs.replace(config.cache, kv_cache_dtype=kv_format.name),
-        parallel=msgspec.structs.replace(config.parallel, topology=topology.long(), threads=threads),
+    )
+    if topology is None:
+        host_bytes = _usable_bytes(config.cache)
+        topology = auto_topology(
+            config, footprint, gpus=gpus, cores=host_cores(), host_bytes=host_bytes, fixed=asked is not None
+        )
+        _check_runnable(config, topology, model, gpus)
+    config = with_load(config, model)
+    threads, cpus = _compute(config, topology)
+    config = msgspec.structs.replace(
+        config, parallel=msgspec.structs.replace(config.parallel, topology=topology.long(), threads=threads)
     )
     if gpus is None:
         config, budget = _fit_host(config, topology, footprint, fixed=asked is not None)
@@ -167,8 +169,25 @@ def resolve(config: EngineConfig) -> Resolved:
 
 def rank_memory_bytes(cache: CacheOptions, topology: Topology) -> int:
     """Return what a rank on CPU may use: its part of the share of this host that is allowed and free now."""
-    usable = min(int(host_memory_bytes() * cache.gpu_memory_utilization), available_memory_bytes())
-    return usable // topology.num_ranks
+    return _usable_bytes(cache) // topology.num_ranks
+
+
+def _usable_bytes(cache: CacheOptions) -> int:
+    return min(int(host_memory_bytes() * cache.gpu_memory_utilization), available_memory_bytes())
+
+
+def _check_runnable(config: EngineConfig, topology: Topology, model: ModelConfig, gpus: tuple[int, ...] | None) -> None:
+    check_runnable(
+        topology,
+        num_experts=model.moe.routing.num_experts if model.moe is not None else 0,
+        num_ranks_available=None if gpus is None else len(gpus),
+        unit="rank" if gpus is None else "GPU",
+    )
+    check_heads(model, topology)
+    # Nothing is compiled to answer what was not asked: the port is not even bound yet.
+    has_native = config.parallel.exchange != "shm" or outcome().library is not None
+    rule = exchange_rule(config, topology, has_native=has_native)
+    check_exchange(rule.grid, rule.facts)
 
 
 def kv_blocks(cache: CacheOptions, groups: Sequence[KVGroup], limits: StepLimits, *, free_bytes: int) -> int:

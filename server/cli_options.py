@@ -88,7 +88,7 @@ ENGINE_FLAGS = (
     _engine("seed", "int", MODEL, "Of dummy weights and of requests without a seed.", aliases=("--random-seed",),
             default="0"),
     _engine("topology", "text", TOPOLOGY,
-            "EPxDPy: y replicas of a group of x ranks; or a .yaml file, or a preset.", default="EP1DP1"),
+            "EPxDPy: y replicas of a group of x ranks; or auto, a .yaml file, or a preset.", default="EP1DP1"),
     _engine("device", "text", TOPOLOGY, "cpu or cuda.", default="cpu"),
     _engine("threads", "int", TOPOLOGY, "Compute threads a rank (CPU).", default="cores / ranks"),
     _engine("numa-bind", "bool", TOPOLOGY, "Pin each rank to the cores of one NUMA node (CPU)."),

@@ -68,3 +68,15 @@ def test_a_missing_or_broken_template_leaves_completions(template: str | None, s
         assert len(warned) == (template is not None)
         if template is None:
             assert "--chat-template" in refused.json()["error"]["message"]
+
+
+def test_auto_serves_on_what_is_here_and_says_why() -> None:
+    made = chain(["a", "b"], loop=True)
+    with ServerProcess(made.path, "--kv-cache-memory-bytes", "16MiB", topology="auto") as server:
+        assert server.get("/v1/topology").json()["topology"] == "EP1DP1[adp=1,atp=1,red=0]"
+        answer = server.client().completions.create(model=NAME, prompt="x", max_tokens=2, temperature=0)
+        assert answer.choices[0].text == "ab"
+        reasons = [line for line in server.log().splitlines() if "--topology auto: " in line]
+        assert len(reasons) == 2 and "EP1DP1, 1 rank on " in reasons[0], server.log()
+    code, out, err, _ = serve(made.path, "--topology", "auto", "--gpu-memory-utilization", "0.00001")
+    assert code == 1 and len(err.splitlines()) == 1 and "--topology auto: no layout of up to " in err, out + err

@@ -1,0 +1,76 @@
+"""`topology="auto"` becomes the layout that suits the machine and the checkpoint, with its reasons in the log."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from moewe.runtime import resolve as resolve_module
+from moewe.runtime.config import EngineConfig, ModelOptions, ParallelOptions
+from moewe.runtime.options import layout_config
+from moewe.runtime.resolve import Resolved, resolve
+from moewe.topologies import AUTO, TopologyError
+from tests.support.fixtures import checkpoint
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """A host of 8 cores and as much memory as a test wants, and GPUs if it wants them."""
+
+    def size(num_bytes, gpus=()):
+        monkeypatch.setattr(resolve_module, "host_memory_bytes", lambda: num_bytes)
+        monkeypatch.setattr(resolve_module, "available_memory_bytes", lambda: num_bytes)
+        monkeypatch.setattr(resolve_module, "gpu_memory_bytes", lambda: tuple(gpus))
+
+    monkeypatch.setattr(resolve_module, "host_cores", lambda: 8)
+    size(64 << 30)
+    return size
+
+
+def resolved(name: str = "T-QW3", *, device: str = "cpu", topology: str = "auto", **model: object) -> Resolved:
+    options = ModelOptions(model=name, path=str(checkpoint(name)))
+    return resolve(
+        EngineConfig(
+            model=msgspec.structs.replace(options, **model), parallel=ParallelOptions(topology=topology, device=device)
+        )
+    )
+
+
+@pytest.mark.parametrize("spelled", ["auto", " AUTO ", "Auto"])
+def test_auto_stays_open_until_the_machine_is_known(spelled: str) -> None:
+    assert layout_config({"model": "m", "topology": spelled}).parallel.topology == AUTO
+    assert layout_config({"model": "m", "topology": spelled}, dialect="vllm").parallel.topology == AUTO
+
+
+def test_a_host_gets_one_rank_with_all_cores_and_reads_why(host, caplog) -> None:
+    caplog.set_level("INFO")
+    found = resolved()
+    assert found.topology.long() == found.config.parallel.topology == "EP1DP1[adp=1,atp=1,red=0]"
+    assert found.config.parallel.threads == 8
+    reasons = [line for line in caplog.messages if line.startswith("--topology auto: ")]
+    assert len(reasons) == 2
+    assert "EP1DP1, 1 rank on 8 cores" in reasons[0]
+    assert "ranks of one host share its memory and cores; " in reasons[1]
+    again = resolve(found.config)
+    assert again.config == found.config, "what is resolved is no longer open"
+
+
+def test_gpus_are_used_as_they_hold_the_model(host) -> None:
+    host(64 << 30, gpus=[8 << 30] * 4)
+    assert resolved(device="cuda").topology.num_ranks == 4
+    assert resolved("T-LLA", device="cuda").topology.short() == "EP1DP4"
+
+
+def test_what_fits_nowhere_is_one_line_with_the_fix(host) -> None:
+    host(100 << 20)
+    with pytest.raises(TopologyError, match=r"--topology auto: no layout of up to 8 cores fits; nearest: T-QW3 on "):
+        resolved()
+
+
+def test_a_length_that_was_asked_for_has_to_fit(host) -> None:
+    roomy = resolved(max_model_len=64)
+    assert roomy.config.model.max_model_len == 64 and roomy.fixed_max_model_len
+    host(roomy.budget.fixed_bytes * 10 // 9 + (1 << 16))
+    assert resolved().config.model.max_model_len < 512
+    with pytest.raises(TopologyError, match=r"less than .*max_model_len=512"):
+        resolved(max_model_len=512)
