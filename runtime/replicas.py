@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from ..topologies.kv_sizes import shared_groups
 from .balance import least_loaded
 from .config import EngineConfig
 from .engine_main import run_engine
@@ -355,7 +356,7 @@ def _engine_start(resolved: Resolved, index: int) -> EngineStart:
         num_layers=resolved.model.num_layers,
         vocab_size=resolved.model.vocab_size,
         eos_token_ids=resolved.model.eos_token_ids,
-        kv_groups=resolved.budget.kv_groups,
+        kv_groups=shared_groups(resolved.footprint.kv_groups, resolved.topology.atp),
         fixed_max_model_len=resolved.fixed_max_model_len,
         cpus=resolved.cpus[index * num_ranks : (index + 1) * num_ranks],
         label=f"replica {index} " if resolved.topology.dp > 1 else "",
