@@ -16,7 +16,7 @@ from ..attention.batch import AttentionBatch
 from ..attention.tensor_parallel import TensorParallelGroup
 from ..kvcache import KVStorage
 from ..moe.experts import gated_ffn
-from ..moe.layer import MoELayer, PassCounts
+from ..moe.layer import MoELayer, PassCounts, RoutingObserver
 from ..moe.wide_ep.exchanges.contract import Exchange
 from ..moe.wide_ep.placement import ExpertPlacement
 from ..quant import PackedTensor, embedding_rows, num_bytes
@@ -124,6 +124,7 @@ class Decoder:
                     moe=moe,
                 )
             )
+        self._is_observed = False
         self._native: NativeLayers | None = None
         self._native_storage: KVStorage | None = None  # for which `_native` was made, or found to be impossible
         moe_layers = [layer.moe for layer in self._layers if layer.moe is not None]
@@ -166,7 +167,7 @@ class Decoder:
             before_layers()
         if native is None:
             x = self._final_norm(self._by_parts(x, positions, batch, storage))
-        elif native.whole:
+        elif native.whole and not self._is_observed:
             x = native.run(x, positions, batch.attention)
         else:
             x = self._final_norm(self._by_halves(native, x, positions, batch))
@@ -174,6 +175,13 @@ class Decoder:
         if ranks is not None and positions is not None:
             x = ranks.gather(x, batch.input_ids.shape[0])
         return x
+
+    def observe_routing(self, observer: RoutingObserver) -> None:
+        """Show every choice of routers to `observer` from now on; layers then run one by one, with the same bits."""
+        self._is_observed = True
+        for layer in self._layers:
+            if layer.moe is not None:
+                layer.moe.observer = observer
 
     def _native_layers(self, storage: KVStorage) -> NativeLayers | None:
         """Return the layers as native calls over `storage`; None where torch joins their parts."""
@@ -291,7 +299,9 @@ class Decoder:
         counters, num_rows = self._counters, x.shape[0]
         if self._pass_counts is not None:
             native = self._native
-            tokens_per_slot = native.tokens_per_slot if native is not None and native.whole else None
+            tokens_per_slot = (
+                native.tokens_per_slot if native is not None and native.whole and not self._is_observed else None
+            )
             self._pass_counts.add(counters, has_rows=num_rows > 0, tokens_per_slot=tokens_per_slot)
         traffic = self._exchange.take_traffic()
         counters.add_exchange(traffic.num_bytes, traffic.seconds)

@@ -7,7 +7,7 @@ Suffixes: T tokens of this rank, D width, E logical experts, K top-k, M rows rec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +23,9 @@ from .native_experts import ExpertFfnArgs, ffn_args, native_ffn, native_ffn_comb
 from .native_route import NativeRouter, RouteArgs
 from .routing import RoutingConfig, route
 from .wide_ep import Dispatched, Exchange, ExpertPlacement, assign_replicas, replica_table
+
+# Sees what was chosen: MoE layer number, and expert ids [T, K] in memory that the next call may write to.
+RoutingObserver = Callable[[int, torch.Tensor], None]
 
 
 class ExpertSwitches(Protocol):
@@ -110,6 +113,7 @@ class MoELayer:
 
     Attributes:
         tokens_per_slot: [S] i64, rows that reached each slot in the last call (`PassCounts` adds them up).
+        observer: shown every choice of the router; None: nobody looks.
         bytes_per_slot, router_bytes, shared_bytes: weights that a call reads: one slot's, the router's, the shared
             experts'.
     """
@@ -155,6 +159,7 @@ class MoELayer:
             )
         self._no_ids = torch.empty(0, routing.top_k, dtype=torch.int32, device=device)
         self._no_weights = torch.empty(0, routing.top_k, device=device)
+        self.observer: RoutingObserver | None = None
         self.tokens_per_slot = torch.zeros(num_slots, dtype=torch.int64)
         self.bytes_per_slot = weights.experts.bytes_per_slot
         self.router_bytes = num_bytes(router, self._router_bias, weights.selection_bias)
@@ -201,6 +206,8 @@ class MoELayer:
         """Do all of it in two native calls where no row leaves this rank; the same bits as through an exchange."""
         assert self._router_native is not None
         routed = self._router_native(x_TD)
+        if self.observer is not None:
+            self.observer(self._moe_layer, routed.expert_ids)
         self._tick()
         self.tokens_per_slot = routed.tokens_per_slot
         shared_TD = self._shared_experts(x_TD) if x_TD.shape[0] and self._shared is not None else None
@@ -232,12 +239,16 @@ class MoELayer:
     def _choose(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self._router_native is not None:
             routed = self._router_native(x_TD)
+            if self.observer is not None:
+                self.observer(self._moe_layer, routed.expert_ids)
             if not self._all_owned:
                 self._report_unowned(routed.expert_ids, routed.slot_ids)
             return routed.slot_ids, routed.weights
         assert self._router is not None
         logits_TE = F.linear(x_TD.float(), self._router, self._router_bias)
         topk_ids_TK, topk_weights_TK = route(logits_TE, self._routing, self._selection_bias)
+        if self.observer is not None:
+            self.observer(self._moe_layer, topk_ids_TK)
         physical_ids_TK = assign_replicas(topk_ids_TK, self._placement, self._moe_layer, self._rank)
         if not self._all_owned:
             self._report_unowned(topk_ids_TK, physical_ids_TK)

@@ -26,6 +26,7 @@ from .kernels import prepare_kernels
 from .kv_layout import scheduler_limits
 from .messages import INVALID_REQUEST, Delta
 from .params import SamplingParams
+from .processes.group import GroupParts
 from .prompts import check_token_ids, model_template, model_tokenizer, packed, with_ends
 from .replicas import OnLoading, ReplicaLost, ReplicaSet
 from .resolve import Resolved, check_checkpoint, resolve
@@ -93,12 +94,15 @@ class Session:
         self._template = template
 
     @classmethod
-    def start(cls, config: EngineConfig, *, on_loading: OnLoading | None = None) -> Session:
+    def start(
+        cls, config: EngineConfig, *, on_loading: OnLoading | None = None, parts: GroupParts | None = None
+    ) -> Session:
         """Start all replicas and wait until they are ready.
 
         Args:
             config: with the model's folder, see `locate`.
             on_loading: told (replica, report of a rank) as weights load.
+            parts: what ranks are made of, where they are threads.
 
         Raises:
             ValueError: something that the user can mend.
@@ -112,7 +116,7 @@ class Session:
         resolved = with_ends(resolved, tokenizer, defaults.end_token_ids)
         defaults.report()
         prepare_kernels(config)
-        replicas = ReplicaSet.start(resolved, on_loading=on_loading)
+        replicas = ReplicaSet.start(resolved, on_loading=on_loading, parts=parts)
         session = cls(replicas, resolved, tokenizer, template, defaults)
         try:
             replicas.wait_ready()

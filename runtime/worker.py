@@ -50,6 +50,7 @@ from .ranks.finish import Committed
 from .ranks.logit_edits import LogitEdits, edited
 from .ranks.memory import blocks_that_fit, read_bandwidth
 from .ranks.reports import chosen_logprobs, prompt_logprobs
+from .ranks.routing_log import RoutingLog
 from .ranks.row_scan import RowScanner
 from .ranks.sampler import sample
 from .ranks.step_inputs import InputBuilder, StepInputs
@@ -87,6 +88,7 @@ class Worker:
     Attributes:
         counters: everything that this rank counts.
         observer: a test's eyes, called after every forward pass.
+        routing_log: keeps what routers choose, if set before `load`.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Worker:
         self.device = torch.device(config.parallel.device)
         self.counters = RankCounters(len(self.model_config.moe_layers), placement.num_local_slots(rank))
         self.observer: Observer | None = None
+        self.routing_log: RoutingLog | None = None
         # Sequences that may grow beyond this length use other rotary frequencies from their first token on.
         scaling = self.model_config.rotary.scaling
         self._long_from = scaling.original_max_position if scaling is not None and scaling.kind == "longrope" else 0
@@ -176,6 +179,8 @@ class Worker:
             progress=self._progress,
             ranks=self._ranks,
         )
+        if self.routing_log is not None:
+            self._decoder.observe_routing(self.routing_log.observe)
         return Loaded(
             rank=self.rank,
             num_blocks=blocks_that_fit(self.config, self._own_config, self.number_format, self.device),
@@ -244,6 +249,8 @@ class Worker:
         hidden = self.decoder.forward(forward, self.storage, before_layers)
         if self.observer is not None:
             self.observer(forward, hidden, self.batch.sequence_ids[rows.row_slots])
+        if self.routing_log is not None:
+            self.routing_log.end_step(inputs.rows.decode_slots.size, keep=header.step >= 0)
         choice = self._choose(plan, inputs, hidden) if self._share.is_first else None
         if self._ranks is not None:
             choice = agree(self._ranks, rows, choice, num_slots=self.batch.num_slots, device=self.device)

@@ -13,6 +13,7 @@ from typing import Any
 from .cli_options import ENGINE, HTTP_FLAGS, SHARED, TOOL, Flag, flags_of
 
 SERVER, DATA, LOAD, REQUESTS, OUTPUT = "Server to measure", "Data set", "Load", "Requests", "Output"
+RECORD = "Routing"
 
 
 def _flag(name: str, kind: str, panel: str, help: str, **more: Any) -> Flag:
@@ -86,6 +87,20 @@ _RANDOM_LENGTHS = (
     _flag("random-input-len", "int", DATA, "random: tokens of a prompt.", default="1024"),
     _flag("random-output-len", "int", DATA, "random: tokens to generate.", default="128"),
 )
+_RECORD = (
+    _flag("prompts", "text", RECORD, "Text file, a prompt a line."),
+    _flag("max-tokens", "int", RECORD, "Tokens to generate for each prompt.", default="64"),
+    _flag("temperature", "float", RECORD, "0 takes the most likely token.", default="0"),
+    _flag("trace", "text", RECORD, "File (.npz) for the trace: every choice, for `moewe replay`."),
+    _flag("load", "text", RECORD, "File (JSON) for the load of each expert, for `--eplb static FILE`."),
+    _flag("most-tokens", "int", RECORD, "Tokens to keep of prompts, and of answers.", default="100000"),
+)
+_REPLAY = (
+    _flag("trace", "text", RECORD, "What `moewe record --trace` wrote."),
+    _flag("topology", "text", RECORD, "EPxDPy, with [red=..,domains=..] as a server takes it.", default="EP8DP1"),
+    _flag("row-bytes", "int", RECORD, "Bytes of a token on its way to an expert.", default="14336"),
+    _flag("load", "text", RECORD, "File (JSON) for the load of each expert, for `--eplb static FILE`."),
+)
 _BATCH = (
     _flag("input-file", "text", "Batch", "JSON lines with custom_id, method, url and body.", short="-i"),
     _flag("output-file", "text", "Batch", "JSON lines with custom_id, response and error; written anew.", short="-o"),
@@ -134,6 +149,18 @@ def _bench_throughput(settings: Any) -> int:
     return bench_throughput(settings)
 
 
+def _record(settings: Any) -> int:
+    from .record import record
+
+    return record(settings)
+
+
+def _replay(settings: Any) -> int:
+    from .record import replay_file
+
+    return replay_file(settings.tool)
+
+
 def _run_batch(settings: Any) -> int:
     from .run_batch import run_batch
 
@@ -174,6 +201,19 @@ TOOLS = (
         help="Answer a file of requests in OpenAI's batch format: moewe run-batch -i IN -o OUT MODEL.",
         flags=(*_BATCH, *_SERVED_NAME, *flags_of(ENGINE, SHARED)),
         run=_run_batch,
+    ),
+    Tool(
+        name="record",
+        help="Answer prompts on one rank and keep which experts their tokens chose; say what placements make of it.",
+        flags=(*_RECORD, *flags_of(ENGINE, SHARED)),
+        run=_record,
+    ),
+    Tool(
+        name="replay",
+        help="Say what placements make of a recorded trace: how even ranks are, and what crosses domains.",
+        flags=(*_REPLAY, *_GENERAL),
+        run=_replay,
+        takes_model=False,
     ),
 )  # fmt: skip
 TOOL_FLAG_NAMES = tuple(dict.fromkeys(flag.name for tool in TOOLS for flag in tool.flags))
