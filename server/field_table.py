@@ -82,7 +82,7 @@ def check_extra(extra: dict[str, Any], honoured: Iterable[str], *, chat: bool, o
     """
     foreign = (COMPLETIONS_ONLY if chat else CHAT_ONLY) | set(other)
     for name, value in extra.items():
-        if name in IGNORED:
+        if name in IGNORED or (name in foreign and value is None):  # load generators send both routes' fields
             continue
         if name in foreign:
             here, there = ("chats", "/v1/completions") if chat else ("completions", "/v1/chat/completions")
