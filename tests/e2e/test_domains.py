@@ -90,18 +90,18 @@ def test_who_only_lost_the_others_says_so() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_lost_in_another_domain_is_named(number: signal.Signals) -> None:
-    replicas = start("EP4DP1[domains=2+2]", stall_timeout_s=3.0)
+    replicas = start("EP2DP1[domains=1+1]", stall_timeout_s=3.0)
     pids = descendants(replicas)
     replicas.submit("a", packed(PROMPTS[0]), SamplingParams(max_tokens=400, temperature=0, ignore_eos=True))
     while not replicas.poll(0.5):
         continue
-    os.kill(replicas.ready[0].pids[3], number)
+    os.kill(replicas.ready[0].pids[1], number)
     assert finish(replicas, 1)[1] == {"a": "error"}
     deadline = time.monotonic() + 20
     while replicas.failure is None:
         assert time.monotonic() < deadline
         replicas.poll(0.2)
-    assert replicas.failure.rank == 3, replicas.failure.reason
+    assert replicas.failure.rank == 1, replicas.failure.reason
     replicas.close()
     assert wait_gone(pids)
 
