@@ -16,6 +16,7 @@ from moewe.runtime.options import engine_config, layout_config
 from moewe.runtime.placements import expert_placement, placement_note
 from moewe.runtime.resolve import resolve
 from moewe.runtime.worker_main import build_hub
+from moewe.server.cli_options import without_aliases
 from moewe.server.cli_serve import announcement
 from tests.support.fixtures import checkpoint
 
@@ -112,3 +113,17 @@ def test_flags_of_others_point_to_ours() -> None:
     for name in ("num-redundant-experts", "ep_num_redundant_experts"):
         with pytest.raises(ValueError, match=r"EP8DP1\[red=16\]"):
             engine_config({"model": "m", name: 16})
+
+
+@pytest.mark.parametrize(
+    ("words", "made"),
+    [
+        (["--eplb", "static", "a.json", "m"], ["--eplb=static a.json", "m"]),
+        (["--eplb=static", "a.json"], ["--eplb=static a.json"]),
+        (["--eplb", "off", "m"], ["--eplb=off", "m"]),
+        (["--eplb", "static", "--threads", "1"], ["--eplb=static", "--threads", "1"]),
+        (["m", "--eplb"], ["m", "--eplb"]),
+    ],
+)
+def test_static_takes_the_word_behind_it(words: list[str], made: list[str]) -> None:
+    assert without_aliases(words) == made
