@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moewe import LLM
 from moewe.runtime.params import SamplingParams
 from tests.support.fixtures import checkpoint, random_prompt
 from tests.support.harness import Outcome, generate, greedy
@@ -56,6 +57,9 @@ CASES = [
         pytest.param(name, kv_cache_dtype, marks=pytest.mark.slow)
         for name, kv_cache_dtype in zip([*FAMILIES, *SLOW_FAMILIES], ["fp8", "int8"] * 8)
     ),
+    pytest.param("T-PHI", "int8", marks=pytest.mark.slow),  # its router once gave other bits in company
+    *(pytest.param(f"T-QW3 {kind}", "auto", marks=pytest.mark.slow) for kind in ("int8", "int4")),
+    *(pytest.param(f"T-DS3 {kind}", "int8", marks=pytest.mark.slow) for kind in ("int8", "int4")),
 ]
 PROMPTS = [random_prompt(length, seed=length) for length in (37, 5, 20, 1, 64)]
 SEEDED = SamplingParams(max_tokens=10, temperature=0.9, top_p=0.95, seed=7, ignore_eos=True)
@@ -73,6 +77,9 @@ def threads(number: int) -> Iterator[None]:
 
 
 def run(name: str, chosen: list[int], num_threads: int = 1, **setup: object) -> list[Outcome]:
+    """Run prompts of a family, of a stored checkpoint, or, as `FAMILY int8`, of one that is quantised at load."""
+    if name not in STORED and " " in name:
+        name, setup["quantization"] = name.split()
     with threads(num_threads):
         return generate(
             STORED[name]() if name in STORED else checkpoint(name, dtype="bfloat16"),
@@ -105,7 +112,7 @@ WAYS = {
     "EP4": {"topology": "EP4DP1", "max_chunk_tokens": 16},
     "EP2 with replicas": {"topology": "EP2DP1[red=3]"},
     "EP4 with replicas": {"topology": "EP4DP1[red=5]", "max_chunk_tokens": 16},
-    "little memory": {"num_blocks": 12, "max_chunk_tokens": 16},
+    "little memory": {"num_blocks": 22, "block_size": 4, "max_chunk_tokens": 64},
     "small blocks": {"block_size": 4, "num_blocks": 400},
 }
 
@@ -115,6 +122,7 @@ def test_every_way_to_run_gives_the_same_bits(name: str, kv_cache_dtype: str) ->
     expected = alone(name, kv_cache_dtype)
     for way, setup in WAYS.items():
         outcomes = run(name, list(range(len(PROMPTS))), kv_cache_dtype=kv_cache_dtype, **setup)  # type: ignore[arg-type]
+        assert way != "little memory" or any(outcome.num_preemptions for outcome in outcomes)
         for i, outcome in enumerate(outcomes):
             try:
                 assert_bitwise(outcome, expected[i])
@@ -129,13 +137,39 @@ def test_every_way_to_run_gives_the_same_bits(name: str, kv_cache_dtype: str) ->
     chunk=st.integers(1, 40),
     block_size=st.sampled_from([4, 16, 32]),
     num_threads=st.sampled_from([1, 2]),
-    kv_cache_dtype=st.sampled_from(["auto", "fp8", "int8"]),
+    name_and_kv=st.sampled_from(
+        [("T-QW3", "auto"), ("T-QW3", "fp8"), ("T-QW3", "int8"), ("T-QW3 int8", "auto"), ("T-QW3 int4", "int8")]
+    ),
 )
 def test_any_company_gives_the_same_bits(
-    chosen: list[int], ranks: int, chunk: int, block_size: int, num_threads: int, kv_cache_dtype: str
+    chosen: list[int], ranks: int, chunk: int, block_size: int, num_threads: int, name_and_kv: tuple[str, str]
 ) -> None:
-    expected = alone("T-QW3", kv_cache_dtype)
+    name, kv_cache_dtype = name_and_kv
+    expected = alone(name, kv_cache_dtype)
     setup = {"topology": f"EP{ranks}DP1", "max_chunk_tokens": chunk, "block_size": block_size}
-    outcomes = run("T-QW3", chosen, num_threads, kv_cache_dtype=kv_cache_dtype, **setup)
+    outcomes = run(name, chosen, num_threads, kv_cache_dtype=kv_cache_dtype, **setup)
     for i, outcome in zip(chosen, outcomes, strict=True):
         assert_bitwise(outcome, expected[i])
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("name", ["T-QW3", "T-DS3"])
+def test_processes_over_shared_memory_give_the_bits_of_one_rank(name: str, quantization: str | None) -> None:
+    """What is served: ranks of one host as processes, all layers and their exchange in one native call."""
+    answers = [of_processes(name, topology, quantization) for topology in ("EP1DP1", "EP2DP1", "EP4DP1")]
+    assert answers[0] == answers[1] == answers[2]
+
+
+def of_processes(name: str, topology: str, quantization: str | None) -> list[tuple[list[int], list[dict[int, float]]]]:
+    """Return tokens of all requests and the log-probabilities of those that asked."""
+    more = {} if quantization is None else {"quantization": quantization}
+    options = {"skip_tokenizer_init": True, "threads": 1, "num_blocks": 64, **more}
+    with LLM(str(checkpoint(name, dtype="bfloat16")), topology=topology, **options) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS)
+    chosen = [output.outputs[0] for output in outputs]
+    return [
+        (list(one.token_ids), [{i: value.logprob for i, value in place.items()} for place in one.logprobs or []])
+        for one in chosen
+    ]
