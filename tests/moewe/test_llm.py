@@ -85,7 +85,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[EchoReplicas]:
 
     class Factory:
         @staticmethod
-        def start(resolved: Resolved, on_loading: Any = None) -> EchoReplicas:
+        def start(resolved: Resolved, on_loading: Any = None, parts: Any = None) -> EchoReplicas:
             found.append(EchoReplicas(resolved))
             return found[-1]
 

@@ -258,6 +258,6 @@ def test_mistakes_with_tools_are_named(fields: dict[str, Any], named: str) -> No
 
 @pytest.mark.parametrize("field", ["tools", "tool_choice", "parallel_tool_calls"])
 def test_completions_know_no_tools(field: str) -> None:
-    body = {"model": "gull", "prompt": "a", field: None}
+    body = {"model": "gull", "prompt": "a", field: []}
     response = post(state_of("hermes", "x"), "/v1/completions", body)
     assert response.status_code == 400 and "/v1/chat/completions" in error_of(response)["message"]

@@ -90,9 +90,9 @@ class FakeWorker:
         return KVAllocated(rank=self._start.rank, memory_bandwidth=1e9, cache_resident=False)
 
     def run(self, header: StepHeader, plan: RankPlan, before_layers: Callable[[], None] | None = None) -> RankResult:
-        self._trouble.strike(self._start.rank, header.step)
         if before_layers is not None:
             before_layers()
+        self._trouble.strike(self._start.rank, header.step)
         time.sleep(self._trouble.delay_s)
         self.steps.append(header)
         self._progress.tick()
