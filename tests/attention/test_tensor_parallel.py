@@ -163,6 +163,7 @@ print(rank, own.size(), int(board.snapshot()[0, 1]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.spawn
 def test_processes_join_as_threads_do(tmp_path: Path) -> None:
     command = [sys.executable, "-c", CHILD]

@@ -45,6 +45,7 @@ def run_rank(rank: int, num_ranks: int, store_path: str) -> None:
     destroy_group()
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_exchanges_between_processes_equal_the_reference(num_ranks: int, tmp_path: Path) -> None:
     mp.spawn(run_rank, (num_ranks, str(tmp_path / "store")), nprocs=num_ranks)
