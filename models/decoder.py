@@ -170,7 +170,7 @@ class Decoder:
         elif native.whole and not self._is_observed:
             x = native.run(x, positions, batch.attention)
         else:
-            x = self._final_norm(self._by_halves(native, x, positions, batch))
+            x = native.final_norm(self._by_halves(native, x, positions, batch))
         self._count(batch, storage, x)
         if ranks is not None and positions is not None:
             x = ranks.gather(x, batch.input_ids.shape[0])

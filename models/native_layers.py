@@ -88,6 +88,7 @@ class NativeLayers:
 
     Attributes:
         storage: of the layers.
+        final_norm: behind the layers, for who puts them together.
         whole: `run` can do everything; else a caller puts together `attend` and FFNs.
         tokens_per_slot: [L_moe, S] i64, rows that reached each slot of each MoE layer in the last `run`.
     """
@@ -115,8 +116,14 @@ class NativeLayers:
             self._layer(i, layer, moe) for i, (layer, moe) in enumerate(zip(weights.layers, moe_layers, strict=True))
         ]
         self._pointers = (ctypes.c_void_p * len(self._layers))(*map(ctypes.addressof, self._layers))
-        self._last = self._norm(weights.final_norm, weights.final_norm_bias, config.residual_multiplier)
-        self._last.norms_added = False  # wherever the others stand
+        self.final_norm = NativeNorm(
+            config.norm,
+            weights.final_norm,
+            weights.final_norm_bias,
+            eps=config.norm_eps,
+            multiplier=config.residual_multiplier,
+        )
+        self._last = self.final_norm.args
         joined = not self._moe_layers or isinstance(exchange, ShmExchange) or exchange.name == "local"
         self.whole = joined and all(args.experts.slots or args.shared.slots for args in self._layers)
         self._groups = (AttentionStepArgs * len(storage.groups))()
