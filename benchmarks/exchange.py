@@ -33,6 +33,7 @@ from moewe.moe.wide_ep.exchanges.links import DistributedLink, Link, LoneLink, s
 from moewe.moe.wide_ep.exchanges.shm import meet_at
 from moewe.topologies import slot_ranges
 from moewe.topologies.groups import destroy_group, init_group, make_subgroups
+from moewe.topologies.hardware import host_cores
 
 WAYS = ("shm", "all_to_all", "hierarchical", "all_to_all-slow", "hierarchical-slow", "hierarchical-slow-fp8")
 WARM_UP = 3
@@ -157,7 +158,8 @@ def join(
         slot_ranges=shape.slot_ranges, capacity=max(args.tokens), top_k=args.top_k, width=args.width,
         dtype=torch.bfloat16,
     )  # fmt: skip
-    return ShmExchange(meet_at(Path(folder) / "memory", memory, rank, TIMEOUT_S), memory, rank)
+    fd = meet_at(Path(folder) / "memory", memory, rank, TIMEOUT_S)
+    return ShmExchange(fd, memory, rank, has_cores=num_ranks <= host_cores())
 
 
 def main() -> None:

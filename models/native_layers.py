@@ -22,6 +22,7 @@ from ..moe.layer import MoELayer
 from ..moe.native_experts import ExpertFfnArgs, ffn_args
 from ..moe.native_route import RouteArgs
 from ..moe.wide_ep import Exchange, ShmExchange
+from ..moe.wide_ep.exchanges.shm import ShmFaultArgs
 from ..native.library import load
 from ..quant import PackedTensor
 from ..quant.native_linear import LinearArgs, linear_args
@@ -66,6 +67,7 @@ class StepArgs(ctypes.Structure):
             )
         ),
         ("bytes_sent", ctypes.c_int64),
+        ("fault", ShmFaultArgs),
     )  # fmt: skip
 
 
@@ -152,14 +154,20 @@ class NativeLayers:
 
         Returns:
             [T, D].
+
+        Raises:
+            RuntimeError: the exchange has no room for so many rows, or a rank chose a slot that does not exist.
         """
         assert self.whole
+        shm = self._exchange if self._step.group and isinstance(self._exchange, ShmExchange) else None
+        if shm is not None:
+            shm.check_tokens(x.shape[0])
         hidden = self._begin(x, positions, batches)
         step = self._step
         self._run_layers(self._pointers, len(self._layers), ctypes.addressof(self._last), ctypes.addressof(step))
-        if step.bytes_sent:
-            assert isinstance(self._exchange, ShmExchange)
-            self._exchange.count(step.bytes_sent)
+        if shm is not None:
+            shm.check_fault(step.fault)
+            shm.count(step.bytes_sent)
         return hidden
 
     def attend(

@@ -359,8 +359,7 @@ def _join_memory(start: WorkerStart, placement: ExpertPlacement, progress: RankP
         dtype=parse_format(model.dtype if config.model.dtype == "auto" else config.model.dtype).torch_dtype,
     )
     fd = meet_at(exchange_path(Path(start.run_directory)), shape, start.rank, GROUP_TIMEOUT_S)
-    threads = config.parallel.threads or 1
-    return ShmExchange(fd, shape, start.rank, threads_per_rank=threads, progress=progress)
+    return ShmExchange(fd, shape, start.rank, has_cores=start.has_cores, progress=progress)
 
 
 def main() -> None:

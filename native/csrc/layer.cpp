@@ -161,7 +161,8 @@ int64_t scratch_bytes(const Layer& layer, const Step& step) {
   return std::max(fixed_scratch(layer, step), here ? ffn_scratch(layer.experts, step.rows * layer.route.top_k) : 0);
 }
 
-void ffn_half(Team& team, const Layer& layer, const Step& step, int64_t* tokens_per_slot, Shared& shared) {
+// False, on all members of the team alike, where the exchange met a fault.
+bool ffn_half(Team& team, const Layer& layer, const Step& step, int64_t* tokens_per_slot, Shared& shared) {
   const bf16* x = layer.norm_after ? step.x : step.normed;
   if (!layer.route.experts) {
     if (step.rows) run_shared(team, layer, step, x, step.added, shared.scratch);
@@ -202,6 +203,7 @@ void ffn_half(Team& team, const Layer& layer, const Step& step, int64_t* tokens_
       }
       team.barrier();
       shm_dispatch(team, dispatch);
+      if (dispatch.fault.kind != kNoFault) return false;
       // How many rows come is known only now.
       if (team.rank() == 0)
         shared.scratch = call_scratch().take(std::max(
@@ -234,6 +236,7 @@ void ffn_half(Team& team, const Layer& layer, const Step& step, int64_t* tokens_
     combine(team, sums);
   }
   if (layer.norm_after && step.rows) norm_rows(team, layer.ffn_norm, step, step.added, nullptr);
+  return true;
 }
 
 }  // namespace
@@ -249,6 +252,7 @@ void moewe_layers(const moewe::Layer* const* layers, int64_t count, const moewe:
   Shared shared;
   shared.scratch = call_scratch().take(bytes);
   step->bytes_sent = 0;
+  step->fault = {};
   on_team([&](Team& team) {
     int64_t* tokens_per_slot = step->tokens_per_slot;
     bool has_added = false;
@@ -256,7 +260,10 @@ void moewe_layers(const moewe::Layer* const* layers, int64_t count, const moewe:
       const Layer& layer = *layers[i];
       if (step->rows) attention_half(team, layer, *step, has_added, shared.scratch);
       tick(team, *step);
-      ffn_half(team, layer, *step, tokens_per_slot, shared);
+      if (!ffn_half(team, layer, *step, tokens_per_slot, shared)) {
+        if (team.rank() == 0) step->fault = shared.dispatch.fault;
+        return;
+      }
       if (layer.route.experts) {
         tokens_per_slot += layer.experts.slots;
         if (step->group && team.rank() == 0) step->bytes_sent += shared.dispatch.bytes_sent;

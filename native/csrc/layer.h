@@ -76,6 +76,7 @@ struct Step {
   ShmGroup* group;           // ranks that exchange rows, or null
   int32_t* group_row_tokens;  // [most rows of this rank]
   int64_t bytes_sent;         // out: what the exchange counted
+  ShmFault fault;             // out: why the layers ended early, where its kind is not 0; nothing else is valid then
 };
 
 }  // namespace moewe

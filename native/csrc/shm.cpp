@@ -90,7 +90,7 @@ void announce(const ShmDispatch& a) {
 }
 
 // From the choices of all ranks: the rows of this rank's slots, and where the answers to its own choices will stand.
-bool collect(ShmDispatch& a) {
+ShmFault collect(ShmDispatch& a) {
   ShmGroup& g = *a.group;
   const int32_t slots = g.slot_starts[g.ranks], first = g.slot_starts[g.rank], last = g.slot_starts[g.rank + 1];
   static thread_local std::vector<int32_t> next, own_next;  // where the next row of each slot goes: here, and ours
@@ -98,10 +98,12 @@ bool collect(ShmDispatch& a) {
   own_next.assign(slots, 0);
   for (int r = 0; r < g.ranks; ++r) {
     if (r == g.rank) own_next = next;  // rows of ranks before this one stand in front of its own
+    const int64_t tokens = line(g, r).tokens;
+    if (tokens < 0 || tokens > g.capacity) return {kTooManyTokens, r, tokens};
     const int32_t* chosen = ids(g, r);
-    const int64_t count = line(g, r).tokens * g.top_k;
+    const int64_t count = tokens * g.top_k;
     for (int64_t i = 0; i < count; ++i) {
-      if (chosen[i] >= slots) return false;
+      if (chosen[i] >= slots) return {kNoSuchSlot, r, chosen[i]};
       if (chosen[i] >= 0) ++next[chosen[i]];
     }
   }
@@ -150,7 +152,7 @@ bool collect(ShmDispatch& a) {
   const int64_t choices = g.ranks > 1 ? a.tokens * g.top_k * static_cast<int64_t>(sizeof(int32_t)) : 0;
   g.stayed += stayed * g.row_bytes;
   a.bytes_sent = (readers + foreign) * g.row_bytes + choices;
-  return true;
+  return {};
 }
 
 }  // namespace
@@ -160,7 +162,7 @@ void shm_dispatch(Team& team, ShmDispatch& a) {
   if (team.rank() == 0) {
     announce(a);
     wait_all(*a.group, &ShmLine::published, -1);
-    collect(a);
+    a.fault = collect(a);
   }
   team.barrier();
 }
@@ -186,7 +188,10 @@ int32_t moewe_shm_wait_published(moewe::ShmGroup* group, int64_t milliseconds) {
   return moewe::wait_all(*group, &moewe::ShmLine::published, milliseconds);
 }
 
-int32_t moewe_shm_collect(moewe::ShmDispatch* args) { return moewe::collect(*args) ? 0 : 1; }
+int32_t moewe_shm_collect(moewe::ShmDispatch* args) {
+  args->fault = moewe::collect(*args);
+  return args->fault.kind;
+}
 
 void moewe_shm_computed(moewe::ShmGroup* group) {
   moewe::ShmLine& own = moewe::line(*group, group->rank);

@@ -33,6 +33,14 @@ struct ShmGroup {
   int64_t waited_ns;  // in meetings, added up here
 };
 
+enum ShmFaultKind : int32_t { kNoFault = 0, kNoSuchSlot = 1, kTooManyTokens = 2 };
+
+// What a rank published that cannot be. All ranks look at the same numbers, so all of them find it.
+struct ShmFault {
+  int32_t kind, rank;  // whose it is
+  int64_t value;       // the slot, or T
+};
+
 struct ShmDispatch {
   ShmGroup* group;
   const void* x;            // T rows, x_stride bytes apart
@@ -43,9 +51,10 @@ struct ShmDispatch {
   int32_t* row_of;           // [T, K] out: row of `results` with the answer to each choice, -1 for none
   int64_t num_rows;          // out
   int64_t bytes_sent;        // out: read by other ranks: rows (once a rank), choices; and results that will be
+  ShmFault fault;            // out: nothing else is valid where its kind is not 0
 };
 
-// Publish, wait for all, and work out what goes where. Waits as long as it takes.
+// Publish, wait for all, and work out what goes where. Waits as long as it takes. T is at most the group's capacity.
 void shm_dispatch(Team& team, ShmDispatch& args);
 // Say that the results of the last dispatch stand in this rank's part, and wait for those of all.
 void shm_meet(Team& team, ShmGroup& group);
@@ -56,7 +65,7 @@ extern "C" {
 // In three steps, so that a caller can look after other things while it waits. `wait` returns 1 when all ranks are there.
 void moewe_shm_publish(moewe::ShmDispatch* args);
 int32_t moewe_shm_wait_published(moewe::ShmGroup* group, int64_t milliseconds);
-int32_t moewe_shm_collect(moewe::ShmDispatch* args);  // 0: well; 1: a choice names no slot
+int32_t moewe_shm_collect(moewe::ShmDispatch* args);  // the kind of its fault
 void moewe_shm_computed(moewe::ShmGroup* group);
 int32_t moewe_shm_wait_computed(moewe::ShmGroup* group, int64_t milliseconds);
 }

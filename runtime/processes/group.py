@@ -15,6 +15,7 @@ from ...native.library import load
 from ...telemetry import ProgressBoard
 from ...topologies import parse_topology
 from ...topologies.exchange_choice import exchanges_to_join
+from ...topologies.hardware import host_cores
 from ..config import EngineConfig
 from ..kernels import exchange_rule
 from ..messages import FromWorker, ToWorker
@@ -58,6 +59,8 @@ class Group:
         self._parts = parts
         topology = parse_topology(start.config.parallel.topology)
         num_ranks = topology.ep
+        # Asked here: a rank that is bound to CPUs sees no others.
+        self._has_cores = topology.num_ranks * (start.config.parallel.threads or 1) <= host_cores()
         self.as_threads = num_ranks == 1 or start.config.parallel.ranks == "threads"
         has_native = num_ranks > 1 and start.config.parallel.device == "cpu" and load() is not None
         self.exchange_rule = exchange_rule(start.config, topology, has_native=has_native)
@@ -86,6 +89,7 @@ class Group:
             run_directory=str(self._directory.path) if self._directory else "",
             device_index=start.replica * num_ranks + rank,
             cpus=start.cpus[rank] if start.cpus else (),
+            has_cores=self._has_cores,
             label=f"{start.label}rank {rank}",
             exchanges=exchanges_to_join(self.exchange_rule.grid, self.exchange_rule.facts),
         )

@@ -37,6 +37,7 @@ class WorkerStart(Message, frozen=True, kw_only=True):
         run_directory: where the group's rendezvous file and progress board are.
         device_index: which of the host's devices it uses, where it has several.
         cpus: logical CPUs to run on; empty keeps those of the parent.
+        has_cores: every compute thread of all ranks on the host has a core to itself.
         label: how log lines call it.
         exchanges: names of what joins the group; each step uses one of them.
     """
@@ -47,6 +48,7 @@ class WorkerStart(Message, frozen=True, kw_only=True):
     run_directory: str
     device_index: int = 0
     cpus: tuple[int, ...] = ()
+    has_cores: bool = False
     label: str = "rank"
     exchanges: tuple[str, ...] = ("local",)
 

@@ -192,6 +192,23 @@ def test_ranks_run_on_the_processors_they_were_given(group):
     assert [os.sched_getaffinity(member.pid) for member in group.workers.members] == [{CPUS[0]}, {CPUS[-1]}]
 
 
+@pytest.mark.parametrize(
+    ("topology", "cores", "expected"), [("EP2DP1", 2, True), ("EP2DP2", 3, False), ("EP4DP1", 4, True)]
+)
+def test_ranks_are_told_whether_all_of_the_host_have_cores(topology, cores, expected, monkeypatch):
+    told = []
+
+    def refuse(module, start, receives, threads):
+        told.append(start.has_cores)
+        raise OSError
+
+    monkeypatch.setattr("moewe.runtime.processes.group.host_cores", lambda: cores)
+    monkeypatch.setattr("moewe.runtime.processes.group.spawn_process", refuse)
+    with pytest.raises(OSError):
+        Group(engine_start(topology), fake_parts())
+    assert told == [expected]
+
+
 @pytest.mark.spawn
 def test_ranks_ignore_what_a_terminal_sends(group):
     for member in group.workers.members:

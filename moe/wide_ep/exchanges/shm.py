@@ -29,6 +29,7 @@ _PAGE = mmap.PAGESIZE
 _SLICE_MS = 200  # signals are handled between two waits
 _SPINS = 2000  # some 100 us: meetings are that close where every rank has a core of its own
 _SPINS_WHERE_CORES_ARE_SHARED = 30
+_NO_SUCH_SLOT, _TOO_MANY_TOKENS = 1, 2  # `enum ShmFaultKind`
 
 
 class _GroupArgs(ctypes.Structure):
@@ -45,6 +46,12 @@ class _GroupArgs(ctypes.Structure):
     )
 
 
+class ShmFaultArgs(ctypes.Structure):
+    """`struct ShmFault`."""
+
+    _fields_ = (("kind", ctypes.c_int32), ("rank", ctypes.c_int32), ("value", ctypes.c_int64))
+
+
 class _DispatchArgs(ctypes.Structure):
     """`struct ShmDispatch`."""
 
@@ -53,6 +60,7 @@ class _DispatchArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("tokens", "x_stride")),
         *((name, ctypes.c_void_p) for name in ("row_tokens", "tokens_per_slot", "row_of")),
         *((name, ctypes.c_int64) for name in ("num_rows", "bytes_sent")),
+        ("fault", ShmFaultArgs),
     )
 
 
@@ -131,14 +139,15 @@ class ShmExchange:
         fd: of the group's memory; stays open.
         shape: the same on all ranks.
         rank: of this process.
-        threads_per_rank: of computation; decides how a rank waits.
+        has_cores: every thread of every rank on the host has a core, so that a rank may look for others a while before
+            it sleeps; else it would take the core that they need.
         progress: ticked while this rank waits for others in a dispatch.
     """
 
     name = "shm"
 
     def __init__(
-        self, fd: int, shape: ShmShape, rank: int, *, threads_per_rank: int = 1, progress: RankProgress | None = None
+        self, fd: int, shape: ShmShape, rank: int, *, has_cores: bool = False, progress: RankProgress | None = None
     ) -> None:
         library = load()
         assert library is not None, "the exchange through shared memory needs native kernels"
@@ -156,7 +165,6 @@ class ShmExchange:
         self._num_local = shape.slot_ranges[rank][1] - shape.slot_ranges[rank][0]
         starts = [start for start, _ in shape.slot_ranges] + [shape.slot_ranges[-1][1]]
         self._starts = torch.tensor(starts, dtype=torch.int32)
-        has_cores = shape.num_ranks * threads_per_rank <= (os.cpu_count() or 1)
         self.group = _GroupArgs(
             memory=whole.data_ptr(),
             ids_at=ids_at,
@@ -177,8 +185,7 @@ class ShmExchange:
     def dispatch(self, x: torch.Tensor, physical_ids: torch.Tensor) -> Dispatched:
         """Publish rows of `x` [T, D] and find those for this rank's slots; see `Exchange.dispatch`."""
         shape = self._shape
-        if x.shape[0] > shape.capacity:
-            raise RuntimeError(f"{x.shape[0]} tokens on rank {self._rank}; the exchange was made for {shape.capacity}")
+        self.check_tokens(x.shape[0])
         assert x.dtype == shape.dtype and x.shape[1] == shape.width and x.stride(1) == 1, (x.dtype, x.shape)
         ids = physical_ids.contiguous()
         counts = torch.empty(self._num_local, dtype=torch.int64)
@@ -195,8 +202,8 @@ class ShmExchange:
         )
         self._library.moewe_shm_publish(ctypes.byref(args))
         self._wait(self._library.moewe_shm_wait_published)
-        if self._library.moewe_shm_collect(ctypes.byref(args)):
-            raise RuntimeError(f"a physical id names no expert slot; there are {int(self._starts[-1])}")
+        self._library.moewe_shm_collect(ctypes.byref(args))
+        self.check_fault(args.fault)
         self._meter.count(IN_DOMAIN, args.bytes_sent)
         if self._progress is not None:
             self._progress.tick()
@@ -232,6 +239,27 @@ class ShmExchange:
         self._library.moewe_shm_computed(ctypes.byref(self.group))
         self._wait(self._library.moewe_shm_wait_computed)
         return self._results
+
+    def check_tokens(self, num_tokens: int) -> None:
+        """Raise RuntimeError where a rank has more tokens in a step than there is room for."""
+        self._check_tokens_of(self._rank, num_tokens)
+
+    def check_fault(self, fault: ShmFaultArgs) -> None:
+        """Raise RuntimeError for what native calls over `group` found wrong in what ranks published."""
+        if fault.kind == _NO_SUCH_SLOT:
+            slots = int(self._starts[-1])
+            raise RuntimeError(
+                f"physical id {fault.value} of rank {fault.rank} names no expert slot; there are {slots}"
+            )
+        if fault.kind == _TOO_MANY_TOKENS:
+            self._check_tokens_of(fault.rank, fault.value)
+
+    def _check_tokens_of(self, rank: int, num_tokens: int) -> None:
+        capacity = self._shape.capacity
+        if not 0 <= num_tokens <= capacity:
+            raise RuntimeError(
+                f"{num_tokens} tokens on rank {rank}; the exchange was made for max_num_batched_tokens={capacity}"
+            )
 
     @property
     def most_rows(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -95,10 +96,27 @@ def test_an_id_that_names_no_slot_is_a_hard_error() -> None:
     shape = ShmShape(slot_ranges=((0, 8),), capacity=4, top_k=2, width=4, dtype=torch.float32)
     with memory(shape) as fd:
         exchange = ShmExchange(fd, shape, 0)
-        with pytest.raises(RuntimeError, match="names no expert slot; there are 8"):
+        with pytest.raises(RuntimeError, match="physical id 8 of rank 0 names no expert slot; there are 8"):
             exchange.dispatch(torch.ones(1, 4), torch.tensor([[0, 8]], dtype=torch.int32))
-        with pytest.raises(RuntimeError, match="5 tokens on rank 0; the exchange was made for 4"):
+        with pytest.raises(RuntimeError, match=r"5 tokens on rank 0; .* max_num_batched_tokens=4"):
             exchange.dispatch(torch.ones(5, 4), torch.zeros(5, 2, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("tokens", [5, -1])
+def test_more_tokens_of_another_rank_than_there_is_room_for_are_a_hard_error(tokens: int) -> None:
+    shape = ShmShape(slot_ranges=((0, 4), (4, 8)), capacity=4, top_k=2, width=4, dtype=torch.float32)
+    with memory(shape) as fd:
+        os.pwrite(fd, struct.pack("<3I4xq", 1, 0, 0, tokens), 128)  # the line of rank 1
+        exchange = ShmExchange(fd, shape, 0)
+        with pytest.raises(RuntimeError, match=rf"{tokens} tokens on rank 1; .* max_num_batched_tokens=4"):
+            exchange.dispatch(torch.ones(1, 4), torch.tensor([[0, 7]], dtype=torch.int32))
+
+
+def test_a_rank_looks_long_for_others_only_where_all_have_cores() -> None:
+    shape = ShmShape(slot_ranges=((0, 1),), capacity=1, top_k=1, width=1, dtype=torch.float32)
+    with memory(shape) as fd:
+        shared, alone = (ShmExchange(fd, shape, 0, has_cores=has_cores).group.spins for has_cores in (False, True))
+    assert shared < 100 < alone
 
 
 def test_outputs_can_be_written_in_place() -> None:
