@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .footprint import ModelFootprint
+from .kv_sizes import shared_groups
 from .spec import Topology
 
 # A dispatch and a combine in each layer with experts.
@@ -110,22 +111,21 @@ def step_cost(
     hit = expected_hit(footprint.top_k / footprint.num_experts, rows * topology.ep) if footprint.num_experts else 0.0
     slots = (footprint.num_experts + topology.red) / topology.ep
     shared = (
-        footprint.attention_bytes / topology.atp
+        footprint.attention_bytes_at(topology.atp)
         + footprint.dense_bytes
         + footprint.shared_bytes
         + (footprint.head_bytes or footprint.embedding_bytes)
     )
     experts = footprint.num_moe_layers * slots * footprint.expert_bytes * hit
+    # The ranks of an attention replica all attend over its rows, each with its own heads.
     kv = (
         rows
-        * sum(
-            min(workload.context, group.window or workload.context)
-            * group.bytes_per_token
-            / (1 if group.kind == "latent" else topology.atp)
-            for group in footprint.kv_groups
-        )
         * topology.atp
-    )  # the ranks of an attention part share its rows
+        * sum(
+            min(workload.context, group.window or workload.context) * group.bytes_per_token
+            for group in shared_groups(footprint.kv_groups, topology.atp)
+        )
+    )
     within, between = _exchange_seconds(footprint, topology, rows, ceilings, domain_size)
     return StepCost(
         shared_bytes=shared,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moewe.topologies import Topology, make_topology, parse_topology
+from moewe.topologies import ModelFootprint, Topology, make_topology, parse_topology
 from moewe.topologies.cost import Ceilings, Link, StepCost, Workload, expected_hit, step_cost
 from tests.topologies.test_budget import DENSE, MODEL
 
@@ -38,12 +38,24 @@ def test_a_rank_of_a_group_reads_its_experts_as_all_rows_hit_them() -> None:
     assert cost("EP1DP4", rows=12).expert_bytes == pytest.approx(cost("EP1DP1", rows=3).expert_bytes)
 
 
-def test_heads_over_ranks_divide_attention_and_not_latent_kv() -> None:
-    whole, split = cost("EP4DP1", context=100), cost("EP4DP1[atp=4]", context=100)
+def test_heads_over_ranks_divide_attention_and_kv_as_far_as_there_are_heads() -> None:
+    def model(num_heads: int, kind: str = "full", **changes: object) -> ModelFootprint:
+        group = replace(MODEL.kv_groups[0], num_heads=num_heads, kind=kind)
+        return replace(MODEL, kv_groups=(group,), **changes)  # type: ignore[arg-type]
+
+    whole, split = (cost(topology, context=100, model=model(8)) for topology in ("EP4DP1", "EP4DP1[atp=4]"))
     assert whole.shared_bytes - split.shared_bytes == MODEL.attention_bytes * 3 / 4
     assert split.kv_bytes == whole.kv_bytes == 2 * 100 * 4096
-    latent = replace(MODEL, kv_groups=(replace(MODEL.kv_groups[0], kind="latent"),))
-    assert cost("EP4DP1[atp=4]", context=100, model=latent).kv_bytes == 4 * whole.kv_bytes
+    # Two heads on four ranks: each is held by two of them. A latent is held by all.
+    assert cost("EP4DP1[atp=4]", context=100, model=model(2)).kv_bytes == 2 * whole.kv_bytes
+    assert cost("EP4DP1[atp=4]", context=100, model=model(1, "latent")).kv_bytes == 4 * whole.kv_bytes
+
+
+def test_attention_of_a_rank_is_what_it_really_holds() -> None:
+    """Norms and what is made for all heads do not divide."""
+    known = replace(MODEL, attention_shares=((4, 15 << 20),))
+    others = MODEL.replicated_bytes - MODEL.attention_bytes
+    assert cost("EP4DP1[atp=4]", model=known).shared_bytes == others + (15 << 20)
 
 
 def test_windows_bound_what_is_read_of_kv() -> None:
