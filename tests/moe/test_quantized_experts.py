@@ -1,4 +1,7 @@
-"""Experts with int8 and int4 weights: against plain arithmetic, and bit by bit against themselves in other company."""
+"""Experts with int8 and int4 weights: against plain arithmetic, and bit by bit against themselves in other company.
+
+Among them an expert whose outputs leave the range of fp16, or of bf16 (P-EP-07).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from tests.support.numerics import assert_near, assert_same
 
 pytestmark = needs_native
 
+LOUD_SLOT, LARGEST_FP16 = 0, 65504.0
 CLAMPED = Activation(kind="clamped", alpha=1.5, limit=0.75)
 COUNTS = {
     "some_empty": [0, 5, 0, 2],
@@ -29,17 +33,25 @@ schemes = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: f"{s.kind}-{s
 
 
 def experts(
-    num_slots: int, shape: tuple[int, int], scheme: WeightScheme, down: WeightScheme | None = None
+    num_slots: int,
+    shape: tuple[int, int],
+    scheme: WeightScheme,
+    down: WeightScheme | None = None,
+    *,
+    loud: float = 1.0,
 ) -> ExpertWeights:
+    """Return random experts, one of them with down projections `loud` times as large as those of the others."""
     generator = torch.Generator().manual_seed(0)
     width, ffn_width = shape
 
     def noise(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator) * size[-1] ** -0.5
 
+    w13, w2 = noise(num_slots, 2 * ffn_width, width), noise(num_slots, width, ffn_width)
+    w2[LOUD_SLOT] *= loud
     return ExpertWeights(
-        w13=quantize(noise(num_slots, 2 * ffn_width, width), scheme, gate_up=True),
-        w2=quantize(noise(num_slots, width, ffn_width), down or scheme),
+        w13=quantize(w13, scheme, gate_up=True),
+        w2=quantize(w2, down or scheme),
         b13=noise(num_slots, 2 * ffn_width).to(torch.bfloat16),
         b2=noise(num_slots, width).to(torch.bfloat16),
     )
@@ -108,3 +120,32 @@ def test_down_projections_may_be_int8_where_the_others_are_int4(counts: list[int
         assert_near(actual, reference(rows, counts, weights, clamped=False), format="bfloat16")
     with team_of(2):
         assert_same(grouped_ffn(rows, torch.tensor(counts), weights, SILU), actual)
+
+
+@schemes
+@pytest.mark.parametrize("shape", [(64, 64), (192, 96), (40, 17)], ids=str)
+@pytest.mark.parametrize("counts", [[1, 3, 0, 0], [2, 0, 40, 5], [33, 1, 1, 1]], ids=str)
+def test_an_expert_beyond_the_range_of_fp16_stays_finite_and_by_itself(
+    counts: list[int], shape: tuple[int, int], scheme: WeightScheme
+) -> None:  # P-EP-07
+    rows, own = rows_of(sum(counts), shape[0]), counts[LOUD_SLOT]
+    quiet = grouped_ffn(rows, torch.tensor(counts), experts(4, shape, scheme), SILU)
+    weights = experts(4, shape, scheme, loud=2.0**20)
+    for threads in (1, 2):
+        with team_of(threads):
+            actual = grouped_ffn(rows, torch.tensor(counts), weights, SILU)
+            assert_same(actual[own:], quiet[own:])
+            assert actual.isfinite().all() and (actual[:own].abs().amax(1) > LARGEST_FP16).all()
+    assert_near(actual[:own], reference(rows[:own], [own, 0, 0, 0], weights, clamped=False), format="bfloat16")
+
+
+@schemes
+def test_an_expert_beyond_the_range_of_bf16_spoils_no_row_of_others(scheme: WeightScheme) -> None:  # P-EP-07
+    rows, counts = rows_of(20, 192), [3, 1, 0, 16]
+    quiet = grouped_ffn(rows, torch.tensor(counts), experts(4, (192, 96), scheme), SILU)
+    weights = experts(4, (192, 96), scheme)
+    assert isinstance(weights.w2, PackedTensor) and weights.w2.scales is not None
+    weights.w2.scales[LOUD_SLOT] = torch.inf
+    actual = grouped_ffn(rows, torch.tensor(counts), weights, SILU)
+    assert not actual[:3].isfinite().any()
+    assert_same(actual[3:], quiet[3:])
