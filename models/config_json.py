@@ -227,8 +227,7 @@ def with_end_tokens(config: ModelConfig, path: Path, fields: Fields) -> ModelCon
     if (path / "generation_config.json").exists():
         content = read_object(path / "generation_config.json", MAX_CONFIG_BYTES)
         sources.insert(0, Fields(content=content, where="generation_config.json", defaults={}))
-    ends = next(
-        (s.integers("eos_token_id", 0, MAX_TOKEN_ID, 256) for s in sources if s.raw("eos_token_id") is not None), ()
-    )
+    given = [source for source in sources if source.raw("eos_token_id") is not None]  # what loses was read as well
+    ends = given[0].integers("eos_token_id", 0, MAX_TOKEN_ID, 256) if given else ()
     begin = fields.integer("bos_token_id", 0, MAX_TOKEN_ID) if fields.raw("bos_token_id") is not None else None
     return replace(config, eos_token_ids=ends, bos_token_id=begin)

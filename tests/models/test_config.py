@@ -214,6 +214,13 @@ def test_unlisted_fields_change_nothing_but_are_told():
     assert unread_fields(folder) == ("something_new",)
 
 
+def test_end_tokens_that_lose_to_those_of_another_file_are_no_unread_field():
+    folder = edited_config("T-MIX", eos_token_id=5)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert load_config(folder).eos_token_ids == (7, 8)
+    assert unread_fields(folder) == ()
+
+
 @pytest.mark.parametrize("name", FIXTURES)
 def test_files_of_transformers_hold_no_field_worth_telling(name):
     assert unread_fields(saved_config(name)) in ((), ("n_group", "topk_group"))
