@@ -7,15 +7,19 @@ Letters: W ranks of the replica, T rows of the replica, t rows of this rank, D w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
 from ..telemetry import RankProgress
 from ..topologies.grid import slot_ranges
+from ..topologies.meeting import blaming_peers
 from .tensor_parallel import HeadShare, add_in_order
+from .tensor_parallel_meeting import MeetingTensorParallelGroup
 
 
-class DistributedTensorParallelGroup:
+class DistributedTensorParallelGroup(MeetingTensorParallelGroup):
     """`TensorParallelGroup` of one rank of a torch.distributed group.
 
     Rows travel as raw bytes, so that every number format works with every back end.
@@ -29,56 +33,41 @@ class DistributedTensorParallelGroup:
     def __init__(
         self, process_group: dist.ProcessGroup, share: HeadShare, progress: RankProgress | None = None
     ) -> None:
-        self._group, self._share, self._progress = process_group, share, progress
-        self._bytes_sent = 0
-
-    @property
-    def share(self) -> HeadShare:
-        """See `TensorParallelGroup.share`."""
-        return self._share
-
-    def gather(self, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Send this rank's rows to all others; see `TensorParallelGroup.gather`."""
-        size = self._share.size
-        sizes = [stop - start for start, stop in slot_ranges(num_rows, size)]
-        return self._swap(torch.cat([rows] * size), [rows.shape[0]] * size, sizes)
+        super().__init__(share)
+        self._group, self._progress = process_group, progress
 
     def reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """Send every rank what concerns its rows, and add; see `TensorParallelGroup.reduce`."""
-        size = self._share.size
+        """Send every rank only what concerns its rows, and add; see `TensorParallelGroup.reduce`."""
+        size = self.share.size
         sizes = [stop - start for start, stop in slot_ranges(partial.shape[0], size)]
-        own = sizes[self._share.rank]
+        own = sizes[self.share.rank]
+        self._bytes_sent += partial.nbytes - self.share.own_rows(partial).nbytes
         parts = self._swap(partial.contiguous(), sizes, [own] * size)
         return add_in_order(parts.view(size, own, *partial.shape[1:]).unbind())
 
-    def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the mean over the ranks; see `TensorParallelGroup.mean`."""
-        size, num_rows = self._share.size, values.shape[0]
-        parts = self._swap(torch.cat([values] * size), [num_rows] * size, [num_rows] * size)
-        return add_in_order(parts.view(size, *values.shape).unbind()) / size
-
     def first(self, values: torch.Tensor) -> torch.Tensor:
         """Receive what the first rank has; see `TensorParallelGroup.first`."""
+        if self.share.is_first:
+            self._count_to_all(values)
         self._tick()
-        dist.broadcast(values, group_src=0, group=self._group)
+        with blaming_peers():
+            dist.broadcast(values, group_src=0, group=self._group)
         self._tick()
-        if self._share.is_first:
-            self._bytes_sent += (self._share.size - 1) * values.nbytes
         return values
 
-    def bytes_sent(self) -> int:
-        """Return the bytes sent to other ranks since the last call."""
-        sent, self._bytes_sent = self._bytes_sent, 0
-        return sent
+    def _meet(self, values: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        size = self.share.size
+        arrived = self._swap(torch.cat([values] * size), [values.shape[0]] * size, sizes)
+        return list(torch.split(arrived, list(sizes)))
 
-    def _swap(self, leaving: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+    def _swap(self, leaving: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
         """Send `sent[r]` consecutive rows to each rank r; return what arrived, in the order of the ranks."""
         arrived = leaving.new_empty(sum(received), *leaving.shape[1:])
+        as_bytes = arrived.view(torch.uint8), leaving.view(torch.uint8)
         self._tick()
-        dist.all_to_all_single(arrived.view(torch.uint8), leaving.view(torch.uint8), received, sent, group=self._group)
+        with blaming_peers():
+            dist.all_to_all_single(*as_bytes, list(received), list(sent), group=self._group)
         self._tick()
-        row_bytes = leaving.nbytes // max(1, leaving.shape[0])
-        self._bytes_sent += (sum(sent) - sent[self._share.rank]) * row_bytes
         return arrived
 
     def _tick(self) -> None:

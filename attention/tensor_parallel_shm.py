@@ -11,14 +11,16 @@ import mmap
 import os
 import platform
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from ..telemetry import RankProgress
-from ..topologies.grid import slot_ranges
-from .tensor_parallel import HeadShare, add_in_order
+from ..topologies.host_memory import share_memory
+from .tensor_parallel import HeadShare
+from .tensor_parallel_meeting import MeetingTensorParallelGroup
 
 _LINE_BYTES = 128  # two cache lines, which are fetched together
 _LOOKS = 2000  # some hundred microseconds, the processor offered to others between them
@@ -55,22 +57,11 @@ def meet_at(place: Path, share: HeadShare, num_bytes: int, timeout_s: float) -> 
     Raises:
         RuntimeError: it did not come in time.
     """
-    if share.is_first:
-        fd = os.memfd_create("moewe-attention", os.MFD_CLOEXEC)
-        os.ftruncate(fd, _memory_bytes(share.size, num_bytes))
-        written = place.with_suffix(".new")
-        written.write_text(f"/proc/{os.getpid()}/fd/{fd}")
-        written.rename(place)
-        return fd
-    deadline = time.monotonic() + timeout_s
-    while not place.exists():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"the first rank did not offer memory for attention within {timeout_s:g} s")
-        time.sleep(0.01)
-    return os.open(place.read_text(), os.O_RDWR | os.O_CLOEXEC)
+    total = _memory_bytes(share.size, num_bytes)
+    return share_memory(place, "attention", total, is_first=share.is_first, timeout_s=timeout_s)
 
 
-class ShmTensorParallelGroup:
+class ShmTensorParallelGroup(MeetingTensorParallelGroup):
     """`TensorParallelGroup` of one rank of an attention replica on one host.
 
     Args:
@@ -81,7 +72,8 @@ class ShmTensorParallelGroup:
     """
 
     def __init__(self, fd: int, share: HeadShare, num_bytes: int, progress: RankProgress | None = None) -> None:
-        self._share, self._progress = share, progress
+        super().__init__(share)
+        self._progress = progress
         self._memory = mmap.mmap(fd, _memory_bytes(share.size, num_bytes))
         lines = np.frombuffer(self._memory, np.int64, share.size * _LINE_BYTES // 8).reshape(share.size, -1)
         self._turns = lines[:, 0]  # [W], how many collectives each rank has come to
@@ -90,52 +82,17 @@ class ShmTensorParallelGroup:
         # further, since nobody passes a meeting before all have come to it.
         self._areas = whole.view(2, share.size, -1)
         self._turn = 0
-        self._bytes_sent = 0
 
-    @property
-    def share(self) -> HeadShare:
-        """See `TensorParallelGroup.share`."""
-        return self._share
-
-    def gather(self, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Put the rows of all ranks one below the other; see `TensorParallelGroup.gather`."""
-        sizes = [stop - start for start, stop in slot_ranges(num_rows, self._share.size)]
-        self._bytes_sent += (self._share.size - 1) * rows.nbytes
-        areas = self._offer(rows)
-        return torch.cat([_part(area, rows, (size, *rows.shape[1:])) for area, size in zip(areas, sizes, strict=True)])
-
-    def reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """Add up this rank's rows of all partial results; see `TensorParallelGroup.reduce`."""
-        own = self._share.own_rows(partial)
-        self._bytes_sent += partial.nbytes - own.nbytes
-        return add_in_order([self._share.own_rows(part) for part in self._offer_alike(partial)])
-
-    def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the mean over the ranks; see `TensorParallelGroup.mean`."""
-        self._bytes_sent += (self._share.size - 1) * values.nbytes
-        return add_in_order(self._offer_alike(values)) / self._share.size
-
-    def first(self, values: torch.Tensor) -> torch.Tensor:
-        """Return what the first rank has; see `TensorParallelGroup.first`."""
-        if self._share.is_first:
-            self._bytes_sent += (self._share.size - 1) * values.nbytes
-        return self._offer_alike(values)[0].clone()
-
-    def bytes_sent(self) -> int:
-        """Return the bytes that other ranks read of this one since the last call."""
-        sent, self._bytes_sent = self._bytes_sent, 0
-        return sent
-
-    def _offer_alike(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Offer `values` and return those of all ranks, of the same shape; valid until the next but one collective."""
-        return [_part(area, values, values.shape) for area in self._offer(values)]
+    def _meet(self, values: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        areas = self._offer(values)
+        return [_part(area, values, (size, *values.shape[1:])) for area, size in zip(areas, sizes, strict=True)]
 
     def _offer(self, values: torch.Tensor) -> torch.Tensor:
         """Write `values` where others see them and wait for theirs; return the areas of all ranks [W, bytes]."""
         if self._progress is not None:
             self._progress.tick()
         self._turn += 1
-        areas, rank = self._areas[self._turn % 2], self._share.rank
+        areas, rank = self._areas[self._turn % 2], self.share.rank
         if values.nbytes > areas.shape[1]:
             raise RuntimeError(f"{values.nbytes} bytes in a collective of attention; it was made for {areas.shape[1]}")
         _part(areas[rank], values, values.shape).copy_(values)
@@ -148,7 +105,7 @@ class ShmTensorParallelGroup:
     def _wait(self) -> None:
         # A rank that never comes is for the watchdog to judge: it ends this process.
         turns, turn = self._turns, self._turn
-        for rank in range(self._share.size):
+        for rank in range(self.share.size):
             looks, sleep_s = 0, _SHORTEST_SLEEP_S
             while turns[rank] < turn:
                 if looks < _LOOKS:

@@ -10,13 +10,13 @@ import logging
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ..telemetry import ProgressBoard, RankProgress
 from ..telemetry.progress import STATE_BUSY, STATE_IDLE, STATE_STARTING
+from ..topologies.meeting import PeersLostError
 from .config import EngineConfig
 from .messages import (
     AllocateKV,
@@ -232,18 +232,12 @@ def _report(channel: Channel[ToWorker], rank: int, error: Exception, *, user_err
     else:
         log.error("rank %d failed", rank, exc_info=error)
         first = text.splitlines()[0] if text else ""
-        reason = f"{PEERS_LOST if _is_about_peers(error) else ''}{type(error).__name__}: {first}".rstrip(": ")
+        kind = PEERS_LOST if isinstance(error, PeersLostError) else f"{type(error).__name__}: "
+        reason = f"{kind}{first}".rstrip(": ")
     try:
         channel.send(WorkerFailed(rank=rank, reason=reason, user_error=user_error), timeout=5.0)
     except (ChannelClosed, TimeoutError):
         log.error("rank %d could not report its failure: nobody listens", rank)
-
-
-def _is_about_peers(error: Exception) -> bool:
-    """Tell a broken collective (somebody else ended) from an error of this rank."""
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    joints = (f"{os.sep}thread_links.py", "tensor_parallel_threads.py")
-    return any(f"torch{os.sep}distributed" in file or file.endswith(joints) for file in files)
 
 
 def build_worker(

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .meeting import blaming_peers
 from .spec import TopologyError
 
 if TYPE_CHECKING:
@@ -50,13 +51,14 @@ def init_group(*, rank: int, world_size: int, store_path: Path, device: str, tim
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     if device.startswith("cuda"):
         os.environ["NCCL_SOCKET_IFNAME"] = interface
-    dist.init_process_group(
-        backend="nccl" if device.startswith("cuda") else "gloo",
-        store=dist.FileStore(str(store_path), world_size),  # type: ignore[attr-defined]
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    with blaming_peers():
+        dist.init_process_group(
+            backend="nccl" if device.startswith("cuda") else "gloo",
+            store=dist.FileStore(str(store_path), world_size),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
     group = dist.group.WORLD
     assert group is not None
     return group
@@ -83,7 +85,8 @@ def make_subgroups(
         if len(ranks) == 1:
             continue
         # Others' groups have to be made here, too: torch.distributed counts them to tell them apart.
-        made = dist.group.WORLD if ranks == everybody else dist.new_group(list(ranks), timedelta(seconds=timeout_s))
+        with blaming_peers():
+            made = dist.group.WORLD if ranks == everybody else dist.new_group(list(ranks), timedelta(seconds=timeout_s))
         if rank in ranks:
             assert made is not None
             groups[ranks] = made

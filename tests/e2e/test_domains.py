@@ -16,7 +16,7 @@ from moewe.runtime.metrics.stats import decode_counters
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.prompts import packed
 from moewe.runtime.replicas import ReplicaSet
-from moewe.runtime.worker_main import _is_about_peers
+from moewe.topologies.meeting import PeersLostError
 from tests.runtime.test_generation import FIXTURE, READY_S, config, descendants, is_gone, start, wait_gone
 from tests.support.comparison import compare_runs
 from tests.support.fixtures import checkpoint, random_prompt, reference_greedy
@@ -78,12 +78,11 @@ def test_who_only_lost_the_others_says_so() -> None:
     hub = ThreadHub(shape.slot_ranges, shape=shape)
     exchange = join_over_links("hierarchical", shape, 0, lambda ranks: hub.link(ranks, 0))
     hub.abort("rank 1 has ended")
-    with pytest.raises(RuntimeError, match="rank 1 has ended") as error:
+    with pytest.raises(PeersLostError, match="rank 1 has ended"):
         exchange.dispatch(torch.ones(1, 4), torch.ones(1, 1, dtype=torch.int32))
-    assert _is_about_peers(error.value)
     with pytest.raises(RuntimeError) as error:
         exchange.dispatch(torch.ones(1, 4), torch.full((1, 1), 9, dtype=torch.int32))
-    assert not _is_about_peers(error.value)
+    assert not isinstance(error.value, PeersLostError)
 
 
 @pytest.mark.spawn

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ....telemetry import RankProgress
+from ....topologies.meeting import blaming_peers
 from .group_shape import SlowRate
 
 Pending = Callable[[], torch.Tensor]
@@ -94,11 +95,13 @@ class DistributedLink:
     def start(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
         """Begin an all-to-all; see `Link.start`."""
         arrived = rows.new_empty(sum(received), rows.shape[1])
-        work = dist.all_to_all_single(arrived, rows, list(received), list(sent), group=self._group, async_op=True)
+        with blaming_peers():
+            work = dist.all_to_all_single(arrived, rows, list(received), list(sent), group=self._group, async_op=True)
 
         def wait() -> torch.Tensor:
             assert work is not None
-            work.wait()
+            with blaming_peers():
+                work.wait()
             return arrived
 
         return wait
@@ -106,7 +109,8 @@ class DistributedLink:
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of all members; see `Link.gather`."""
         arrived = rows.new_empty(self.size * rows.shape[0], rows.shape[1])
-        dist.all_gather_into_tensor(arrived, rows, group=self._group)
+        with blaming_peers():
+            dist.all_gather_into_tensor(arrived, rows, group=self._group)
         return arrived
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import torch
 
 from ....native.library import load
 from ....telemetry import RankProgress
+from ....topologies.host_memory import share_memory
 from .contract import Dispatched
 from .native_combine import native_combine
 from .pairs import SortedPairs, add_pairs
@@ -105,31 +105,14 @@ class ShmShape:
         return ids, rows, results, results + _whole_pages(self.num_ranks * self.result_capacity * self.row_bytes)
 
 
-def create_memory(shape: ShmShape) -> int:
-    """Return a file descriptor of zeroed memory for a group. Pages take room only once they are written to."""
-    fd = os.memfd_create("moewe-exchange", os.MFD_CLOEXEC)
-    os.ftruncate(fd, shape.offsets()[-1])
-    return fd
-
-
 def meet_at(place: Path, shape: ShmShape, rank: int, timeout_s: float) -> int:
     """Return a file descriptor of the group's memory: rank 0 makes it and says at `place` where it is.
 
     Raises:
         RuntimeError: rank 0 did not come in time.
     """
-    if rank == 0:
-        fd = create_memory(shape)
-        written = place.with_suffix(".new")
-        written.write_text(f"/proc/{os.getpid()}/fd/{fd}")
-        written.rename(place)
-        return fd
-    deadline = time.monotonic() + timeout_s
-    while not place.exists():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"rank 0 did not offer memory for the exchange within {timeout_s:g} s")
-        time.sleep(0.01)
-    return os.open(place.read_text(), os.O_RDWR | os.O_CLOEXEC)
+    total = shape.offsets()[-1]
+    return share_memory(place, "exchange", total, is_first=rank == 0, timeout_s=timeout_s)
 
 
 class ShmExchange:

@@ -8,46 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from ....topologies.meeting import Meeting
 from .links import Link, LoneLink, Pending
-
-
-class Meeting:
-    """A place for `size` threads to swap values, over and over.
-
-    Args:
-        size: of the round.
-        timeout_s: how long one waits for the others; None waits for ever.
-    """
-
-    def __init__(self, size: int, timeout_s: float | None) -> None:
-        self._timeout_s = timeout_s
-        self._barrier = threading.Barrier(size)
-        self._rounds = [0] * size
-        # Nobody can come to round n + 2 before all have left round n (round n + 1 lies between): two places are enough.
-        self._places: list[list[Any]] = [[None] * size, [None] * size]
-        self.reason: str | None = None
-
-    def swap(self, index: int, value: Any) -> list[Any]:
-        """Give `value` and return what all have given in this round, by index."""
-        places = self._places[self._rounds[index] % 2]
-        self._rounds[index] += 1
-        places[index] = value
-        try:
-            self._barrier.wait(self._timeout_s)
-        except threading.BrokenBarrierError:
-            reason = self.reason or f"a rank did not come to the exchange within {self._timeout_s} s"
-            raise RuntimeError(f"exchange between threads broken: {reason}") from None
-        return list(places)
-
-    def abort(self, reason: str) -> None:
-        """Make everybody who waits, or comes to wait, raise RuntimeError with `reason`."""
-        if self.reason is None:
-            self.reason = reason
-        self._barrier.abort()
 
 
 class ThreadMeetings:
@@ -66,7 +31,7 @@ class ThreadMeetings:
     def of(self, ranks: Sequence[int]) -> Meeting:
         """Return the meeting of `ranks`, the same for all of them."""
         with self._lock:
-            meeting = self._meetings.setdefault(tuple(ranks), Meeting(len(ranks), self._timeout_s))
+            meeting = self._meetings.setdefault(tuple(ranks), Meeting(len(ranks), self._timeout_s, "exchange"))
             if self._reason is not None:
                 meeting.abort(self._reason)
             return meeting

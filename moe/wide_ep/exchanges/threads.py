@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
+from ....topologies.meeting import Meeting
 from .contract import Dispatched
 from .group_shape import GroupShape
 from .links import Link
 from .pairs import SortedPairs, add_pairs, sort_pairs
 from .parts import parts_of, rows_by_part
-from .thread_links import Meeting, ThreadMeetings
+from .thread_links import ThreadMeetings
 from .traffic import Traffic, TrafficMeter
 
 

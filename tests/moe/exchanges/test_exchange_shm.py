@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moewe.moe.wide_ep import Exchange, ShmExchange, ShmShape, linear_placement
-from moewe.moe.wide_ep.exchanges.shm import create_memory, meet_at
+from moewe.moe.wide_ep.exchanges.shm import meet_at
+from moewe.topologies.host_memory import create_memory
 from tests.support.cases import RoutingCase, drawn_cases, routing_cases
 from tests.support.exchanges import check_rank
 from tests.support.native import needs_native
@@ -35,7 +36,7 @@ def shape_of(case: RoutingCase, dtype: torch.dtype, width: int) -> ShmShape:
 
 @contextmanager
 def memory(shape: ShmShape) -> Iterator[int]:
-    fd = create_memory(shape)
+    fd = create_memory("exchange", shape.offsets()[-1])
     try:
         yield fd
     finally:
@@ -132,7 +133,7 @@ def test_outputs_can_be_written_in_place() -> None:
 
 def test_ranks_find_the_memory_of_rank_0(tmp_path: Path) -> None:
     shape = ShmShape(slot_ranges=((0, 1), (1, 2)), capacity=4, top_k=1, width=4, dtype=torch.float32)
-    with pytest.raises(RuntimeError, match="rank 0 did not offer memory"):
+    with pytest.raises(RuntimeError, match=r"the first rank did not offer memory for exchange within 0\.05 s"):
         meet_at(tmp_path / "memory", shape, 1, timeout_s=0.05)
     found: list[int] = []
     waiting = threading.Thread(target=lambda: found.append(meet_at(tmp_path / "memory", shape, 1, timeout_s=30)))
