@@ -127,35 +127,17 @@ def trace_cases(trace: RoutingTrace, name: str) -> Iterator[Case]:
 
 def record_demo() -> RoutingTrace:
     """Let the demo continue pieces of our own documentation and keep what its routers chose."""
-    from moewe import LLM, SamplingParams
-    from moewe.moe import layer
-
-    num_prompts = 8
-    chosen: dict[str, dict[int, list[np.ndarray]]] = {"prefill": {}, "decode": {}}
-    assign = layer.assign_replicas
-
-    def keep(topk_ids: Any, placement: ExpertPlacement, moe_layer: int, rank: int) -> Any:
-        phase = "decode" if len(topk_ids) <= num_prompts else "prefill"
-        chosen[phase].setdefault(moe_layer, []).append(topk_ids.numpy().copy())
-        return assign(topk_ids, placement, moe_layer, rank)
+    from moewe.runtime.options import engine_config
+    from moewe.runtime.params import SamplingParams
+    from moewe.runtime.recording import record_routing
+    from moewe.runtime.session import locate
 
     pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
     text = "\n".join(page.read_text() for page in pages)
-    prompts = [text[i * 3000 : i * 3000 + 600] for i in range(num_prompts)]
-    # fp32 on threads takes the path in which Python sees every choice.
-    with LLM(
-        "demo", topology="EP1DP1", dtype="float32", max_model_len=1024, max_num_batched_tokens=256, ranks="threads"
-    ) as llm:
-        layer.assign_replicas = keep
-        try:
-            llm.generate(prompts, SamplingParams(max_tokens=32, temperature=0.8, seed=1, ignore_eos=True))
-        finally:
-            layer.assign_replicas = assign
-    ids = {
-        phase: np.stack([np.concatenate(layers[number]) for number in sorted(layers)])
-        for phase, layers in chosen.items()
-    }
-    return RoutingTrace(num_experts=16, ids=ids)
+    prompts = [text[i * 3000 : i * 3000 + 600] for i in range(8)]
+    config = engine_config({"model": "demo", "max_model_len": 1024, "max_num_batched_tokens": 256})
+    params = SamplingParams(max_tokens=32, temperature=0.8, seed=1, ignore_eos=True)
+    return record_routing(locate(config), prompts, params, most_tokens=8192)
 
 
 def redundant_slots(num_experts: int, width: int) -> int:
