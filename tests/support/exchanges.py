@@ -7,13 +7,15 @@ Shapes: as in `RoutingCase`; rows are [T, width].
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from moewe.moe.wide_ep.exchanges import Exchange, StepwiseExchange
+from moewe.moe.wide_ep.exchanges import Exchange, StagedExchange, StepwiseExchange
 from moewe.moe.wide_ep.exchanges.group_shape import GroupShape
-from moewe.moe.wide_ep.exchanges.padded import capacity_of
+from moewe.moe.wide_ep.exchanges.padded import PaddedExchange, capacity_of
 from moewe.moe.wide_ep.exchanges.reference import exchange_reference, legs_reference
+from moewe.moe.wide_ep.exchanges.stages import Stages, in_turns
 from moewe.moe.wide_ep.exchanges.traffic import IN_DOMAIN, SAME_RANK
 from moewe.moe.wide_ep.exchanges.wire import make_payload
 from moewe.moe.wide_ep.placement import linear_placement
@@ -79,6 +81,56 @@ def check_rank(
         )
         assert all(seconds >= 0 for seconds in traffic.seconds)
         assert sum(exchange.take_traffic().num_bytes) == 0
+
+
+def staged_layer(
+    exchange: StagedExchange, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, slots: Sequence[int],
+    early: bool,
+) -> Stages[torch.Tensor]:  # fmt: skip
+    """A layer of some rows; `early` lets weights travel with them."""
+    arrived = yield from exchange.dispatching(x, ids, weights if early else None)
+    num_rows = int(arrived.tokens_per_slot.sum())
+    rows = arrived.rows.new_full(arrived.rows.shape, torch.nan)
+    rows[:num_rows] = fake_experts(arrived.rows[:num_rows], arrived.tokens_per_slot, slots[0])
+    return (yield from exchange.combining(rows, weights, arrived.handle))
+
+
+def check_in_halves(
+    case: RoutingCase, exchange: StagedExchange, rank: int, shape: GroupShape, *, cuts: Sequence[int], early: bool
+) -> list[str]:
+    """Cut the rows of each rank at `cuts[rank]`, let both halves take turns, and compare with the whole in one.
+
+    Returns what travelled after each turn.
+    """
+    width = 24
+    inputs, weights = case.inputs(width, torch.bfloat16, 3), case.weights(4)
+    domains = shape.domains if exchange.name == "hierarchical" else ()
+    expected = exchange_reference(inputs, case.ids, weights, shape.slot_ranges, fake_expert, domains=domains)
+    if isinstance(exchange, PaddedExchange):
+        exchange.begin_step(max(max(cut, len(ids) - cut) for cut, ids in zip(cuts, case.ids, strict=True)))
+    seen: list[str] = []
+    flows = [
+        staged_layer(
+            exchange,
+            inputs[rank][half],
+            case.ids[rank][half],
+            weights[rank][half],
+            slots=shape.slot_ranges[rank],
+            early=early,
+        )
+        for half in (slice(0, cuts[rank]), slice(cuts[rank], None))
+    ]
+    combined = in_turns(flows, seen.append)
+    assert_same(torch.cat(combined), expected[rank].combined_TD)
+    found = list(exchange.take_traffic().num_bytes)
+    if exchange.name != "padded":  # its room depends on where rows are cut
+        nothing = replace(case, ids=[ids[:0] for ids in case.ids])
+        whole, counts = (
+            expected_bytes(exchange.name, one, shape, rank, row_bytes=2 * width, sent_bytes=2 * width)
+            for one in (case, nothing)
+        )
+        assert found == [a + b for a, b in zip(whole, counts, strict=True)]
+    return seen
 
 
 def expected_bytes(

@@ -1,7 +1,7 @@
 """The exchanges that bring rows to the ranks of their experts and back, behind one contract (part of wide_ep)."""
 
 from .all_to_all import AllToAllExchange
-from .contract import Dispatched, Exchange
+from .contract import Dispatched, Exchange, StagedExchange
 from .group_shape import GroupShape, SlowRate
 from .hierarchical import HierarchicalExchange
 from .joining import OVER_LINKS, join_all_over_links, join_over_links, link_members
@@ -24,6 +24,7 @@ __all__ = [
     "ShmExchange",
     "ShmShape",
     "SlowRate",
+    "StagedExchange",
     "StepwiseExchange",
     "ThreadExchange",
     "ThreadHub",

@@ -17,9 +17,10 @@ import torch
 from ....telemetry import RankProgress
 from .contract import Dispatched
 from .group_shape import GroupShape
-from .links import Link, swap, swap_counts
+from .links import Link, Pending, start_counts
 from .pairs import SortedPairs, add_pairs, sort_pairs
 from .parts import local_ids, pairs_from_each, parts_of, rows_by_part
+from .stages import ANSWERS, COUNTS, ROWS, Stages, finish
 from .traffic import Traffic, TrafficMeter
 from .wire import Payload, PlainPayload, pack, unpack
 
@@ -71,32 +72,45 @@ class AllToAllExchange:
 
     def dispatch(self, x: torch.Tensor, physical_ids: torch.Tensor) -> Dispatched:
         """Send rows of `x` [T, D] to the ranks of their slots; see `Exchange.dispatch`."""
+        return finish(self.dispatching(x, physical_ids))
+
+    def dispatching(
+        self, x: torch.Tensor, physical_ids: torch.Tensor, topk_weights: torch.Tensor | None = None
+    ) -> Stages[Dispatched]:
+        """Take the stages of `dispatch`; weights are of use at home only. See `StagedExchange.dispatching`."""
+        return self._meter.stages(self._dispatch(x, physical_ids), x.device)
+
+    def _dispatch(self, x: torch.Tensor, physical_ids: torch.Tensor) -> Stages[Dispatched]:
         device, top_k = x.device, physical_ids.shape[1]
         if self._stops.device != device:
             self._stops, self._of_ranks = self._stops.to(device), self._of_ranks.to(device)
             self._of_slots = self._of_slots.to(device)
-        with self._meter.own_work(device):
-            owners = parts_of(physical_ids, self._stops)
-            home = sort_pairs(owners, self._of_ranks)
-            tokens, sent = rows_by_part(owners, self._num_ranks)
-            rows = pack(physical_ids, self._payload.encode(x)).index_select(0, tokens)
-            with self._meter.collective(self._widest, device):
-                received = swap_counts(self._link, sent, device)
-            if self._progress is not None:
-                self._progress.tick()
-            arrived = self._swap(rows, sent, received)
-            ids, body = unpack(arrived, top_k)
-            ids = local_ids(ids, *self._range)  # [R, K], by source rank, then token
-            pairs = sort_pairs(ids, self._of_slots)
-            handle = _Handle(
+        owners = parts_of(physical_ids, self._stops)
+        tokens, sent = rows_by_part(owners, self._num_ranks)
+        self._count_counts()
+        with self._meter.collective(self._widest, device):
+            counts_come = start_counts(self._link, sent, device)
+        home = sort_pairs(owners, self._of_ranks)
+        rows = pack(physical_ids, self._payload.encode(x)).index_select(0, tokens)
+        yield COUNTS
+        with self._meter.collective(self._widest, device):
+            received: list[int] = counts_come().tolist()
+        if self._progress is not None:
+            self._progress.tick()
+        rows_come = self._start(rows, sent, received)
+        yield ROWS
+        ids, body = unpack(rows_come(), top_k)
+        ids = local_ids(ids, *self._range)  # [R, K], by source rank, then token
+        pairs = sort_pairs(ids, self._of_slots)
+        return Dispatched(
+            source=self._payload.decode(body, x.dtype, x.shape[1]),
+            row_tokens=pairs.tokens.to(torch.int32),
+            tokens_per_slot=pairs.counts,
+            handle=_Handle(
                 home=home,
                 leaving=pairs.positions.t()[ids >= 0],
                 num_leaving=pairs_from_each(ids, received),
-            )
-            source = self._payload.decode(body, x.dtype, x.shape[1])
-            self._count_counts()
-        return Dispatched(
-            source=source, row_tokens=pairs.tokens.to(torch.int32), tokens_per_slot=pairs.counts, handle=handle
+            ),
         )
 
     def output(self, num_rows: int) -> None:
@@ -104,21 +118,29 @@ class AllToAllExchange:
 
     def combine(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle) -> torch.Tensor:
         """Send rows [M, D] back where they came from and add those of this rank; see `Exchange.combine`."""
-        with self._meter.own_work(rows.device):
-            expected = [stop - start for start, stop in pairwise(handle.home.offsets)]
-            leaving = rows.index_select(0, handle.leaving).view(torch.uint8)
-            home = self._swap(leaving, handle.num_leaving, expected).view(rows.dtype)
-            return add_pairs(home, topk_weights, handle.home)
+        return finish(self.combining(rows, topk_weights, handle))
+
+    def combining(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle) -> Stages[torch.Tensor]:
+        """Take the stages of `combine`; see `StagedExchange.combining`."""
+        return self._meter.stages(self._combine(rows, topk_weights, handle), rows.device)
+
+    def _combine(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle) -> Stages[torch.Tensor]:
+        expected = [stop - start for start, stop in pairwise(handle.home.offsets)]
+        leaving = rows.index_select(0, handle.leaving).view(torch.uint8)
+        home_come = self._start(leaving, handle.num_leaving, expected)
+        yield ANSWERS
+        return add_pairs(home_come().view(rows.dtype), topk_weights, handle.home)
 
     def take_traffic(self) -> Traffic:
         """Return what this rank has sent since the last call, counts included."""
         return self._meter.take()
 
-    def _swap(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+    def _start(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
         for scope, number in zip(self._scopes, sent, strict=True):
             self._meter.count(scope, number * rows.shape[1])
         with self._meter.collective(self._widest, rows.device):
-            return swap(self._link, rows, sent, received)
+            pending = self._link.start(rows, sent, received)
+        return self._meter.waiting(pending, self._widest, rows.device)
 
     def _count_counts(self) -> None:
         for scope in self._scopes:

@@ -1,7 +1,8 @@
 """The contract by which token rows travel to the ranks of their experts and back.
 
-Not an implementation: local.py, threads.py, shm.py, all_to_all.py, hierarchical.py and padded.py are. Nothing here
-knows how `topk_weights` were made, nor what an expert computes.
+Not an implementation: local.py, threads.py, shm.py, all_to_all.py, hierarchical.py and padded.py are. The last three
+send rows over links and come in stages (stages.py), between which others can work. Nothing here knows how
+`topk_weights` were made, nor what an expert computes.
 Letters: T tokens of this rank, D width, K top-k, M rows received, R rows that lie in `source`, P_local expert slots of
 this rank.
 """
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .stages import Stages
 from .traffic import Traffic
 
 
@@ -87,4 +89,27 @@ class Exchange(Protocol):
 
     def take_traffic(self) -> Traffic:
         """Return what this rank has moved since the last call."""
+        ...
+
+
+class StagedExchange(Exchange, Protocol):
+    """An exchange over links: what it does can also be taken stage by stage, with the same bits.
+
+    A dispatch and its combine may have those of other rows between their stages, if all ranks take turns alike.
+    """
+
+    def dispatching(
+        self, x: torch.Tensor, physical_ids: torch.Tensor, topk_weights: torch.Tensor | None = None
+    ) -> Stages[Dispatched]:
+        """Take the stages of `dispatch`, the last of which is behind ROWS.
+
+        Args:
+            x, physical_ids: see there.
+            topk_weights: [T, K] f32, what `combining` will get: they travel with the rows where somebody else needs
+                them. All ranks give them, or none does.
+        """
+        ...
+
+    def combining(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: Any) -> Stages[torch.Tensor]:
+        """Take the stages of `combine`, the last of which is behind ANSWERS."""
         ...

@@ -24,10 +24,10 @@ class SlowRate:
     megabytes_per_second: int = 0
     delay_us: int = 0
 
-    def seconds(self, num_bytes: int) -> float:
-        """Return how long `num_bytes` take."""
+    def transfer_seconds(self, num_bytes: int) -> float:
+        """Return how long the link is busy with `num_bytes`; the delay comes on top."""
         rate = 1e6 * self.megabytes_per_second
-        return 1e-6 * self.delay_us + (num_bytes / rate if rate else 0.0)
+        return num_bytes / rate if rate else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,8 @@ Not of the bitwise class: outputs are added inside a domain first (in fp32, asce
 product rounded before it is added), that sum is rounded to the activation dtype, so that one row a token and domain
 comes back, and the domains' sums are added in ascending order in fp32 and rounded once. A token's own domain does the
 same, so that a result does not depend on where its token is at home. reference.py has this in loops.
-Seven collectives a layer; the weights of crossing tokens travel while outputs come together inside the domains.
+Seven collectives a layer; the weights of crossing tokens travel while outputs come together inside the domains, or with
+their rows where a dispatch is given them. A stage (stages.py) ends where rows cross; inside a domain nobody turns away.
 Letters: T tokens, D width, K top-k, C domains, S rows that stand at a relay, R rows received, M pairs here, W ranks.
 """
 
@@ -19,9 +20,10 @@ import torch
 from ....telemetry import RankProgress
 from .contract import Dispatched
 from .group_shape import GroupShape
-from .links import Link, Pending, swap, swap_counts
+from .links import Link, Pending, start_counts, swap, swap_counts
 from .pairs import SortedPairs, add_pairs, sort_pairs
 from .parts import local_ids, pairs_from_each, parts_of, rows_by_part
+from .stages import ANSWERS, COUNTS, ROWS, Stages, finish
 from .traffic import BETWEEN_DOMAINS, IN_DOMAIN, SAME_RANK, Traffic, TrafficMeter
 from .wire import Payload, PlainPayload, pack, unpack
 
@@ -52,6 +54,7 @@ class _Handle:
         gathered: pairs of the S rows that stand here: by member of the domain, then row, then k.
         crossing: see there.
         home: pairs of a token and a domain: by domain, then token.
+        weights: [S, K] f32 of the rows that stand here, where they came with them.
     """
 
     leaving: torch.Tensor
@@ -59,6 +62,7 @@ class _Handle:
     gathered: SortedPairs
     crossing: _Crossing
     home: SortedPairs
+    weights: torch.Tensor | None
 
 
 class HierarchicalExchange:
@@ -112,41 +116,68 @@ class HierarchicalExchange:
 
     def dispatch(self, x: torch.Tensor, physical_ids: torch.Tensor) -> Dispatched:
         """Send rows of `x` [T, D] to their domains, and there to the ranks of their slots; see `Exchange.dispatch`."""
+        return finish(self.dispatching(x, physical_ids))
+
+    def dispatching(
+        self, x: torch.Tensor, physical_ids: torch.Tensor, topk_weights: torch.Tensor | None = None
+    ) -> Stages[Dispatched]:
+        """Take the stages of `dispatch`; given weights cross with the rows. See `StagedExchange.dispatching`."""
+        return self._meter.stages(self._dispatch(x, physical_ids, topk_weights), x.device)
+
+    def _dispatch(
+        self, x: torch.Tensor, physical_ids: torch.Tensor, topk_weights: torch.Tensor | None
+    ) -> Stages[Dispatched]:
         device, top_k = x.device, physical_ids.shape[1]
         self._come_to(device)
-        with self._meter.own_work(device):
-            domains = self._domains_of(physical_ids)  # [T, C] i32
-            home = sort_pairs(domains, self._of_domains)
-            crossing = self._cross_counts(domains, device)
-            rows = pack(physical_ids, self._payload.encode(x)).index_select(0, crossing.tokens)
-            standing = self._cross(rows, crossing)()  # [S, ..] by source rank, then token
-            self._tick()
-            sources = torch.repeat_interleave(self._rail_ranks, torch.tensor(crossing.received, device=device))
-            ids = local_ids(unpack(standing, top_k)[0], *self._domain_range)
-            owners = parts_of(ids, self._member_stops)
-            gathered = sort_pairs(owners, self._of_members)
-            chosen, sent = rows_by_part(owners, self._domain.size)
-            with self._meter.collective(IN_DOMAIN, device):
-                received = swap_counts(self._domain, sent, device)
-            self._tick()
-            onward = torch.cat((sources.view(-1, 1).view(torch.uint8), standing), dim=1).index_select(0, chosen)
-            arrived = self._inside(onward, sent, received)  # [R, ..] by relay, then source, then token
-            header, body = unpack(arrived, 1 + top_k)
-            ids = local_ids(header[:, 1:], *self._range)  # [R, K]
-            order = header[:, 0].argsort(stable=True)  # by source, then token
-            pairs = sort_pairs(ids.index_select(0, order), self._of_slots)
-            place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
-            positions = pairs.positions.t().index_select(0, place)  # [R, K], rows as they arrived
-            source = self._payload.decode(body.index_select(0, order), x.dtype, x.shape[1])
-        handle = _Handle(
-            leaving=positions[ids >= 0],
-            num_leaving=pairs_from_each(ids, received),
-            gathered=gathered,
-            crossing=crossing,
-            home=home,
-        )
+        domains = self._domains_of(physical_ids)  # [T, C] i32
+        tokens, sent = self._rows_to_members(domains)
+        with self._meter.collective(BETWEEN_DOMAINS, device):
+            counts_come = start_counts(self._rail, sent, device)
+        home = sort_pairs(domains, self._of_domains)
+        rows = pack(physical_ids, self._payload.encode(x))
+        if topk_weights is not None:
+            rows = torch.cat((topk_weights.contiguous().view(torch.uint8), rows), dim=1)
+        rows = rows.index_select(0, tokens)
+        yield COUNTS
+        with self._meter.collective(BETWEEN_DOMAINS, device):
+            crossing = _Crossing(tokens=tokens, sent=sent, received=counts_come().tolist())
+        self._tick()
+        rows_come = self._cross(rows, crossing)
+        yield ROWS
+        standing = rows_come()  # [S, ..] by source rank, then token
+        self._tick()
+        weights = None
+        if topk_weights is not None:
+            written, standing = unpack(standing, top_k)
+            weights = written.view(torch.float32)
+        sources = torch.repeat_interleave(self._rail_ranks, torch.tensor(crossing.received, device=device))
+        ids = local_ids(unpack(standing, top_k)[0], *self._domain_range)
+        owners = parts_of(ids, self._member_stops)
+        gathered = sort_pairs(owners, self._of_members)
+        chosen, sent = rows_by_part(owners, self._domain.size)
+        with self._meter.collective(IN_DOMAIN, device):
+            received = swap_counts(self._domain, sent, device)
+        self._tick()
+        onward = torch.cat((sources.view(-1, 1).view(torch.uint8), standing), dim=1).index_select(0, chosen)
+        arrived = self._inside(onward, sent, received)  # [R, ..] by relay, then source, then token
+        header, body = unpack(arrived, 1 + top_k)
+        ids = local_ids(header[:, 1:], *self._range)  # [R, K]
+        order = header[:, 0].argsort(stable=True)  # by source, then token
+        pairs = sort_pairs(ids.index_select(0, order), self._of_slots)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
+        positions = pairs.positions.t().index_select(0, place)  # [R, K], rows as they arrived
         return Dispatched(
-            source=source, row_tokens=pairs.tokens.to(torch.int32), tokens_per_slot=pairs.counts, handle=handle
+            source=self._payload.decode(body.index_select(0, order), x.dtype, x.shape[1]),
+            row_tokens=pairs.tokens.to(torch.int32),
+            tokens_per_slot=pairs.counts,
+            handle=_Handle(
+                leaving=positions[ids >= 0],
+                num_leaving=pairs_from_each(ids, received),
+                gathered=gathered,
+                crossing=crossing,
+                home=home,
+                weights=weights,
+            ),
         )
 
     def output(self, num_rows: int) -> None:
@@ -154,20 +185,31 @@ class HierarchicalExchange:
 
     def combine(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle) -> torch.Tensor:
         """Add rows [M, D] up inside each domain, send the sums home and add those; see above and `Exchange.combine`."""
+        return finish(self.combining(rows, topk_weights, handle))
+
+    def combining(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle) -> Stages[torch.Tensor]:
+        """Take the stages of `combine`; see `StagedExchange.combining`."""
+        return self._meter.stages(self._combine(rows, topk_weights, handle), rows.device)
+
+    def _combine(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle) -> Stages[torch.Tensor]:
         crossing, device = handle.crossing, rows.device
-        with self._meter.own_work(device):
+        weights_come: Pending | None = None
+        if handle.weights is None:
             written = topk_weights.contiguous().view(torch.uint8).index_select(0, crossing.tokens)
             weights_come = self._cross(written, crossing)
-            expected = [stop - start for start, stop in pairwise(handle.gathered.offsets)]
-            leaving = rows.index_select(0, handle.leaving).view(torch.uint8)
-            outputs = self._inside(leaving, handle.num_leaving, expected).view(rows.dtype)
-            weights = weights_come().view(torch.float32)  # [S, K]
-            self._tick()
-            sums = add_pairs(outputs, weights, handle.gathered)  # [S, D], rounded
-            back = _Crossing(tokens=crossing.tokens, sent=crossing.received, received=crossing.sent)
-            by_domain = self._cross(sums.view(torch.uint8), back)().view(rows.dtype)  # by domain, then token
-            ones = torch.ones(topk_weights.shape[0], len(self._entry), device=device)
-            return add_pairs(by_domain, ones, handle.home)
+        expected = [stop - start for start, stop in pairwise(handle.gathered.offsets)]
+        leaving = rows.index_select(0, handle.leaving).view(torch.uint8)
+        outputs = self._inside(leaving, handle.num_leaving, expected).view(rows.dtype)
+        weights = handle.weights if weights_come is None else weights_come().view(torch.float32)  # [S, K]
+        self._tick()
+        assert weights is not None
+        sums = add_pairs(outputs, weights, handle.gathered)  # [S, D], rounded
+        back = _Crossing(tokens=crossing.tokens, sent=crossing.received, received=crossing.sent)
+        sums_come = self._cross(sums.view(torch.uint8), back)
+        yield ANSWERS
+        by_domain = sums_come().view(rows.dtype)  # by domain, then token
+        ones = torch.ones(topk_weights.shape[0], len(self._entry), device=device)
+        return add_pairs(by_domain, ones, handle.home)
 
     def take_traffic(self) -> Traffic:
         """Return what this rank has sent since the last call, counts included, what it hands on for others too."""
@@ -185,17 +227,13 @@ class HierarchicalExchange:
         hit = (named.unsqueeze(2) == columns).any(1)  # [T, C]
         return torch.where(hit, columns, -1)
 
-    def _cross_counts(self, domains: torch.Tensor, device: torch.device) -> _Crossing:
-        """Agree with the other members of the rail about how many rows cross."""
+    def _rows_to_members(self, domains: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """Return which tokens cross, [N] i64 by domain, then token, and how many to each member of the rail."""
         tokens, per_domain = rows_by_part(domains, len(self._entry))
         to = dict(zip(self._entry, per_domain, strict=True))
-        sent = [to.get(member, 0) for member in self._members]
-        with self._meter.collective(BETWEEN_DOMAINS, device):
-            received = swap_counts(self._rail, sent, device)
-        self._tick()
         for scope in self._partner_scopes:
             self._meter.count(scope, _COUNT_BYTES)
-        return _Crossing(tokens=tokens, sent=sent, received=received)
+        return tokens, [to.get(member, 0) for member in self._members]
 
     def _cross(self, rows: torch.Tensor, crossing: _Crossing) -> Pending:
         """Send rows along the rail; own ones take their place among those that arrive."""

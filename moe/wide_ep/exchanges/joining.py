@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ....telemetry import RankProgress
 from .all_to_all import AllToAllExchange
-from .contract import Exchange
+from .contract import StagedExchange
 from .group_shape import GroupShape
 from .hierarchical import HierarchicalExchange
 from .links import Link, SlowLink
@@ -37,7 +37,7 @@ def join_all_over_links(
     *,
     payload: str = "auto",
     progress: RankProgress | None = None,
-) -> Exchange:
+) -> StagedExchange:
     """Return the exchange that does as each step says where there are several `names`; see `join_over_links`."""
     made = [join_over_links(name, shape, rank, link_of, payload=payload, progress=progress) for name in names]
     return made[0] if len(made) == 1 else StepwiseExchange(made)
@@ -51,7 +51,7 @@ def join_over_links(
     *,
     payload: str = "auto",
     progress: RankProgress | None = None,
-) -> Exchange:
+) -> StagedExchange:
     """Return the exchange `name` of `rank`.
 
     Args:

@@ -18,11 +18,15 @@ from ....telemetry import RankProgress
 from ....topologies.meeting import blaming_peers
 from .group_shape import SlowRate
 
+# Waits for rows that are under way and returns them; called once.
 Pending = Callable[[], torch.Tensor]
 
 
 class Link(Protocol):
-    """What joins the members of one list of ranks, seen from one of them. Every method is a collective."""
+    """What joins the members of one list of ranks, seen from one of them. Every method is a collective.
+
+    Several may be under way at a time, if all members begin them in the same order.
+    """
 
     @property
     def size(self) -> int:
@@ -43,12 +47,15 @@ class Link(Protocol):
             received: rows from each member.
 
         Returns:
-            A function that returns [sum(received), B] u8; it must be called before the next collective of this link.
+            A function that returns [sum(received), B] u8.
         """
         ...
 
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all members, [size * N, B]; N is the same for all."""
+    def gather(self, rows: torch.Tensor) -> Pending:
+        """Begin to send `rows` [N, B] to all; what comes back waits for those of all members, [size * N, B].
+
+        N is the same for all.
+        """
         ...
 
 
@@ -57,13 +64,19 @@ def swap(link: Link, rows: torch.Tensor, sent: Sequence[int], received: Sequence
     return link.start(rows, sent, received)()
 
 
+def start_counts(link: Link, sent: Sequence[int], device: torch.device) -> Pending:
+    """Begin to tell each member i the number `sent[i]`; what comes back waits for what they told, [size] i64."""
+    told = torch.tensor(sent, dtype=torch.int64, device=device)
+    if link.size == 1:
+        return lambda: told
+    ones = [1] * link.size
+    pending = link.start(told.view(-1, 1).view(torch.uint8), ones, ones)
+    return lambda: pending().view(torch.int64).view(-1)
+
+
 def swap_counts(link: Link, sent: Sequence[int], device: torch.device) -> list[int]:
     """Tell each member i the number `sent[i]`; return what they told."""
-    if link.size == 1:
-        return list(sent)
-    told = torch.tensor(sent, dtype=torch.int64, device=device).view(-1, 1).view(torch.uint8)
-    ones = [1] * link.size
-    arrived: list[int] = swap(link, told, ones, ones).view(torch.int64).view(-1).tolist()
+    arrived: list[int] = start_counts(link, sent, device)().tolist()
     return arrived
 
 
@@ -76,9 +89,9 @@ class LoneLink:
         """Hand back what was sent."""
         return lambda: rows
 
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return `rows`."""
-        return rows
+    def gather(self, rows: torch.Tensor) -> Pending:
+        """Hand back `rows`."""
+        return lambda: rows
 
 
 class DistributedLink:
@@ -97,25 +110,30 @@ class DistributedLink:
         arrived = rows.new_empty(sum(received), rows.shape[1])
         with blaming_peers():
             work = dist.all_to_all_single(arrived, rows, list(received), list(sent), group=self._group, async_op=True)
+        return _waiting(work, arrived)
 
-        def wait() -> torch.Tensor:
-            assert work is not None
-            with blaming_peers():
-                work.wait()
-            return arrived
-
-        return wait
-
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all members; see `Link.gather`."""
+    def gather(self, rows: torch.Tensor) -> Pending:
+        """Begin an all-gather; see `Link.gather`."""
         arrived = rows.new_empty(self.size * rows.shape[0], rows.shape[1])
         with blaming_peers():
-            dist.all_gather_into_tensor(arrived, rows, group=self._group)
+            work = dist.all_gather_into_tensor(arrived, rows, group=self._group, async_op=True)
+        return _waiting(work, arrived)
+
+
+def _waiting(work: dist.Work | None, arrived: torch.Tensor) -> Pending:
+    def wait() -> torch.Tensor:
+        assert work is not None
+        with blaming_peers():
+            work.wait()
         return arrived
+
+    return wait
 
 
 class SlowLink:
     """`Link` whose collectives take as long as if some members were behind a slow link.
+
+    Those that are under way at a time share its rate: bytes leave one collective after another.
 
     Args:
         link: what really joins the members.
@@ -129,26 +147,31 @@ class SlowLink:
     ) -> None:
         self._link, self._is_far, self._rate, self._progress = link, list(is_far), rate, progress
         self.size, self.index = link.size, link.index
+        self._free_at = 0.0  # when the last byte will have left
 
     def start(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
         """Begin an all-to-all whose rows arrive no sooner than the link can bring them."""
         far = max(self._far(sent), self._far(received)) * rows.shape[1]
-        due = time.perf_counter() + self._rate.seconds(far)
-        pending = self._link.start(rows, sent, received)
+        due = self._due(far)
+        return self._late(self._link.start(rows, sent, received), due)
 
+    def gather(self, rows: torch.Tensor) -> Pending:
+        """Begin an all-gather whose rows arrive no sooner than the link can bring them."""
+        due = self._due(sum(self._is_far) * rows.numel())
+        return self._late(self._link.gather(rows), due)
+
+    def _due(self, num_bytes: int) -> float:
+        """Put `num_bytes` on the link, behind what is there already; return when they will have arrived."""
+        self._free_at = max(time.perf_counter(), self._free_at) + self._rate.transfer_seconds(num_bytes)
+        return self._free_at + 1e-6 * self._rate.delay_us
+
+    def _late(self, pending: Pending, due: float) -> Pending:
         def wait() -> torch.Tensor:
             arrived = pending()
             self._sleep_until(due)
             return arrived
 
         return wait
-
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all members no sooner than the link can bring them."""
-        due = time.perf_counter() + self._rate.seconds(sum(self._is_far) * rows.numel())
-        arrived = self._link.gather(rows)
-        self._sleep_until(due)
-        return arrived
 
     def _far(self, counts: Sequence[int]) -> int:
         return sum(count for count, is_far in zip(counts, self._is_far, strict=True) if is_far)

@@ -14,9 +14,10 @@ import torch
 
 from .contract import Dispatched
 from .group_shape import GroupShape
-from .links import Link, swap
+from .links import Link
 from .pairs import SortedPairs, add_pairs
 from .parts import local_ids
+from .stages import ANSWERS, ROWS, Stages, finish
 from .traffic import Traffic, TrafficMeter
 from .wire import Payload, PlainPayload, pack, unpack
 
@@ -61,45 +62,63 @@ class PaddedExchange:
 
     def dispatch(self, x: torch.Tensor, physical_ids: torch.Tensor) -> Dispatched:
         """Send rows of `x` [T, D], T <= C, to all ranks; see `Exchange.dispatch`."""
+        return finish(self.dispatching(x, physical_ids))
+
+    def dispatching(
+        self, x: torch.Tensor, physical_ids: torch.Tensor, topk_weights: torch.Tensor | None = None
+    ) -> Stages[Dispatched]:
+        """Take the stages of `dispatch`; weights are of use at home only. See `StagedExchange.dispatching`."""
+        return self._meter.stages(self._dispatch(x, physical_ids), x.device)
+
+    def _dispatch(self, x: torch.Tensor, physical_ids: torch.Tensor) -> Stages[Dispatched]:
         device, (num_tokens, top_k), capacity = x.device, physical_ids.shape, self._capacity
         assert num_tokens <= capacity, f"{num_tokens} rows, but the plan's bucket makes room for {capacity}"
         if self._stops.device != device:
             self._stops, self._of_slots = self._stops.to(device), self._of_slots.to(device)
         if device.type == "cpu":  # elsewhere the look itself would make the host wait
             self._check(physical_ids)
-        with self._meter.own_work(device):
-            ids = torch.full((capacity, top_k), -1, dtype=torch.int32, device=device)
-            ids[:num_tokens] = physical_ids
-            padded = x.new_zeros(capacity, x.shape[1])
-            padded[:num_tokens] = x
-            rows = pack(ids, self._payload.encode(padded))
-            self._count(rows.numel())
-            with self._meter.collective(self._widest, device):
-                arrived = self._link.gather(rows)
-            found, body = unpack(arrived, top_k)  # [W * C, K] by rank, then token
-            pairs = self._sort(local_ids(found, *self._range))
-            source = self._payload.decode(body, x.dtype, x.shape[1])
-            return Dispatched(
-                source=source,
-                row_tokens=pairs.tokens.to(torch.int32),
-                tokens_per_slot=pairs.counts,
-                handle=_Handle(leaving=pairs.positions.t().reshape(-1), home=self._home(physical_ids)),
-                is_padded=True,
-            )
+        ids = torch.full((capacity, top_k), -1, dtype=torch.int32, device=device)
+        ids[:num_tokens] = physical_ids
+        padded = x.new_zeros(capacity, x.shape[1])
+        padded[:num_tokens] = x
+        rows = pack(ids, self._payload.encode(padded))
+        self._count(rows.numel())
+        with self._meter.collective(self._widest, device):
+            pending = self._link.gather(rows)
+        home = self._home(physical_ids)
+        yield ROWS
+        arrived = self._meter.waiting(pending, self._widest, device)()
+        found, body = unpack(arrived, top_k)  # [W * C, K] by rank, then token
+        pairs = self._sort(local_ids(found, *self._range))
+        return Dispatched(
+            source=self._payload.decode(body, x.dtype, x.shape[1]),
+            row_tokens=pairs.tokens.to(torch.int32),
+            tokens_per_slot=pairs.counts,
+            handle=_Handle(leaving=pairs.positions.t().reshape(-1), home=home),
+            is_padded=True,
+        )
 
     def output(self, num_rows: int) -> None:
         """Return None: outputs may stand anywhere."""
 
     def combine(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle) -> torch.Tensor:
         """Send room for every choice back and add those of this rank; see `Exchange.combine`."""
-        with self._meter.own_work(rows.device):
-            leaving = rows.index_select(0, handle.leaving).view(torch.uint8)  # [M, ..]
-            each = leaving.shape[0] // self._link.size
-            self._count(each * leaving.shape[1])
-            split = [each] * self._link.size
-            with self._meter.collective(self._widest, rows.device):
-                home = swap(self._link, leaving, split, split)
-            return add_pairs(home.view(rows.dtype), topk_weights, handle.home)
+        return finish(self.combining(rows, topk_weights, handle))
+
+    def combining(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle) -> Stages[torch.Tensor]:
+        """Take the stages of `combine`; see `StagedExchange.combining`."""
+        return self._meter.stages(self._combine(rows, topk_weights, handle), rows.device)
+
+    def _combine(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle) -> Stages[torch.Tensor]:
+        leaving = rows.index_select(0, handle.leaving).view(torch.uint8)  # [M, ..]
+        each = leaving.shape[0] // self._link.size
+        self._count(each * leaving.shape[1])
+        split = [each] * self._link.size
+        with self._meter.collective(self._widest, rows.device):
+            pending = self._link.start(leaving, split, split)
+        yield ANSWERS
+        home = self._meter.waiting(pending, self._widest, rows.device)()
+        return add_pairs(home.view(rows.dtype), topk_weights, handle.home)
 
     def take_traffic(self) -> Traffic:
         """Return what this rank has sent since the last call: room counts, filled or not."""

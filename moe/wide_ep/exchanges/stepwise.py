@@ -10,19 +10,20 @@ from typing import Any
 
 import torch
 
-from .contract import Dispatched, Exchange
+from .contract import Dispatched, StagedExchange
 from .padded import PaddedExchange
+from .stages import Stages
 from .traffic import Traffic
 
 
 class StepwiseExchange:
-    """`Exchange` that is another one in every step.
+    """`StagedExchange` that is another one in every step.
 
     Args:
         exchanges: all of one group, with different names.
     """
 
-    def __init__(self, exchanges: Sequence[Exchange]) -> None:
+    def __init__(self, exchanges: Sequence[StagedExchange]) -> None:
         self._exchanges = {exchange.name: exchange for exchange in exchanges}
         assert len(self._exchanges) == len(exchanges), [exchange.name for exchange in exchanges]
         self._now = exchanges[0]
@@ -38,7 +39,7 @@ class StepwiseExchange:
         return tuple(self._exchanges)
 
     def begin_step(self, name: str, bucket: int) -> None:
-        """Use the exchange `name` for a step with at most `bucket` rows on any rank."""
+        """Use the exchange `name` for a step in which no rank dispatches more than `bucket` rows at a time."""
         self._now = self._exchanges[name]
         if isinstance(self._now, PaddedExchange):
             self._now.begin_step(bucket)
@@ -47,6 +48,12 @@ class StepwiseExchange:
         """See `Exchange.dispatch`."""
         return self._now.dispatch(x, physical_ids)
 
+    def dispatching(
+        self, x: torch.Tensor, physical_ids: torch.Tensor, topk_weights: torch.Tensor | None = None
+    ) -> Stages[Dispatched]:
+        """See `StagedExchange.dispatching`."""
+        return self._now.dispatching(x, physical_ids, topk_weights)
+
     def output(self, num_rows: int) -> torch.Tensor | None:
         """See `Exchange.output`."""
         return self._now.output(num_rows)
@@ -54,6 +61,10 @@ class StepwiseExchange:
     def combine(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: Any) -> torch.Tensor:
         """See `Exchange.combine`."""
         return self._now.combine(rows, topk_weights, handle)
+
+    def combining(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: Any) -> Stages[torch.Tensor]:
+        """See `StagedExchange.combining`."""
+        return self._now.combining(rows, topk_weights, handle)
 
     def take_traffic(self) -> Traffic:
         """Return what all of them have moved since the last call."""

@@ -67,6 +67,7 @@ class ThreadLink:
         arrived = torch.cat(parts)
         return lambda: arrived
 
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all members; see `Link.gather`."""
-        return torch.cat(self._meeting.swap(self.index, rows))
+    def gather(self, rows: torch.Tensor) -> Pending:
+        """Take the rows of all members at once; see `Link.gather`."""
+        arrived = torch.cat(self._meeting.swap(self.index, rows))
+        return lambda: arrived

@@ -2,22 +2,26 @@
 
 Not a counter that is exported (telemetry/counters.py adds these up). One meter an exchange and rank.
 Units: bytes that this rank sends (own rows that stay count as scope `rank`), seconds of the host's clock. A collective
-is booked under the farthest scope that it reaches, waiting for slower ranks included; what a rank does by itself is
-`rank`. On a GPU the host's clock says nothing about the device, so only bytes are counted there.
+is booked under the farthest scope that it reaches, waiting for slower ranks included, but not what runs while its rows
+travel; what a rank does by itself is `rank`. On a GPU the host's clock says nothing about the device, so only bytes are
+counted there.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from ....telemetry import SCOPES
 
 SAME_RANK, IN_DOMAIN, BETWEEN_DOMAINS = range(len(SCOPES))
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,28 @@ class TrafficMeter:
         yield
         if device.type != "cuda":
             self._seconds[SAME_RANK] += time.perf_counter() - begin - (sum(self._seconds) - elsewhere)
+
+    def waiting(
+        self, pending: Callable[[], torch.Tensor], scope: int, device: torch.device
+    ) -> Callable[[], torch.Tensor]:
+        """Return `pending`, which books the time that somebody waits in it under `scope`."""
+
+        def wait() -> torch.Tensor:
+            with self.collective(scope, device):
+                return pending()
+
+        return wait
+
+    def stages(self, stages: Generator[str, None, Result], device: torch.device) -> Generator[str, None, Result]:
+        """Take `stages` and book each of them as `own_work` does; what others do between two of them is not booked."""
+        while True:
+            with self.own_work(device):
+                try:
+                    travelling = next(stages)
+                except StopIteration as end:
+                    result: Result = end.value
+                    return result
+            yield travelling
 
     def take(self) -> Traffic:
         """Return what was booked since the last call."""

@@ -36,8 +36,8 @@ class Mirror:
     def start(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> links.Pending:
         return lambda: rows
 
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.repeat(self.size, 1)
+    def gather(self, rows: torch.Tensor) -> links.Pending:
+        return lambda: rows.repeat(self.size, 1)
 
 
 @pytest.fixture
@@ -57,9 +57,9 @@ def test_a_slow_link_takes_delay_and_bytes_over_rate(clock: Clock) -> None:
     swap(slow, ROWS, [2, 4, 4], [2, 4, 4])
     assert clock.now == pytest.approx(500e-6 + 800 / 2e6)
     assert board.snapshot()[0, 1] > 0, "a rank that waits for a link shows signs of life"
-    clock.now = 0.0
-    slow.gather(ROWS)
-    assert clock.now == pytest.approx(500e-6 + 2 * 1000 / 2e6)
+    clock.now = 1.0
+    slow.gather(ROWS)()
+    assert clock.now == pytest.approx(1.0 + 500e-6 + 2 * 1000 / 2e6)
 
 
 def test_what_is_done_meanwhile_hides_a_slow_link(clock: Clock) -> None:
@@ -68,6 +68,22 @@ def test_what_is_done_meanwhile_hides_a_slow_link(clock: Clock) -> None:
     clock.sleep(0.3)
     pending()
     assert clock.now == 0.3
+
+
+def test_what_is_under_way_at_a_time_shares_the_rate(clock: Clock) -> None:
+    """Bytes leave one after another and the delay passes for all of them at once, so two halves take what one takes."""
+    slow = SlowLink(Mirror(2), [False, True], RATE)
+    first, second = (slow.start(ROWS, [5, 5], [5, 5]) for _ in range(2))
+    third = slow.gather(ROWS)
+    second()
+    assert clock.now == pytest.approx(500e-6 + 1000 / 2e6)
+    first()
+    assert clock.now == pytest.approx(500e-6 + 1000 / 2e6)
+    third()
+    assert clock.now == pytest.approx(500e-6 + 2000 / 2e6)
+    clock.now = 7.0
+    swap(slow, ROWS, [0, 0], [0, 0])
+    assert clock.now == pytest.approx(7.0 + 500e-6)
 
 
 def test_neighbours_are_not_slowed(clock: Clock) -> None:
@@ -87,7 +103,7 @@ def test_rows_and_counts_find_their_members() -> None:
             rows = torch.tensor([[rank, to] for to in range(3) for _ in range(sent[to])], dtype=torch.uint8)
             arrived = swap(link, rows.view(-1, 2), sent, received)
             assert arrived.tolist() == [[source, rank] for source in range(3) for _ in range(received[source])]
-            assert link.gather(rows.new_full((1, 1), rank)).tolist() == [[0], [1], [2]]
+            assert link.gather(rows.new_full((1, 1), rank))().tolist() == [[0], [1], [2]]
 
     call_ranks(3, work, meetings.abort)
 
@@ -95,7 +111,7 @@ def test_rows_and_counts_find_their_members() -> None:
 def test_alone_there_is_nobody_to_ask() -> None:
     link = LoneLink()
     assert swap_counts(link, [7], torch.device("cpu")) == [7]
-    assert swap(link, ROWS, [10], [10]) is ROWS and link.gather(ROWS) is ROWS
+    assert swap(link, ROWS, [10], [10]) is ROWS and link.gather(ROWS)() is ROWS
 
 
 def test_rails_join_places_of_all_domains() -> None:

@@ -14,7 +14,7 @@ from moewe.moe.wide_ep.exchanges.links import DistributedLink, LoneLink
 from moewe.telemetry import ProgressBoard
 from moewe.topologies.groups import destroy_group, init_group, make_subgroups
 from tests.support.cases import ROUTING_CASES
-from tests.support.exchanges import check_rank, shape_of
+from tests.support.exchanges import check_in_halves, check_rank, shape_of
 
 pytestmark = pytest.mark.spawn
 
@@ -41,6 +41,10 @@ def run_rank(rank: int, num_ranks: int, store_path: str) -> None:
             before = board.snapshot()
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
                 check_rank(case, StepwiseExchange([exchange]), rank, dtype, shape=shape)
+            for early in (False, True):  # several collectives are under way at a time
+                check_in_halves(
+                    case, exchange, rank, shape, cuts=[(len(ids) + 1) // 2 for ids in case.ids], early=early
+                )
             assert name == "padded" or (board.snapshot() - before).sum() > 0
     destroy_group()
 
