@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 import threading
 import time
 from collections.abc import Callable, Iterator, Set, ValuesView
@@ -36,6 +37,7 @@ MAX_BITS = 4096
 # What an item of a list counts as, in characters.
 _ITEM = 16
 _HUGE_WIDTH = re.compile(r"\d{7,}")
+_COMPUTED_WIDTH = re.compile(r"%[^a-zA-Z%]*\*")
 # They turn whatever they get into text: a list may name the same long text a million times.
 _TEXT_FILTERS = ("capitalize", "e", "escape", "forceescape", "format", "indent", "lower", "string", "striptags",
                  "title", "trim", "truncate", "upper", "urlencode", "wordcount")  # fmt: skip
@@ -140,7 +142,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Also check the widths in the pattern of `str.format`."""
         owner = getattr(value, "__self__", None)
         if isinstance(owner, str) and value.__name__ in ("format", "format_map"):
-            check_format(owner)
+            _check_braces(owner)
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -171,10 +173,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Check arguments and result of a call that the template makes."""
         _tick(None)
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, int):
-                check_number(value)
         owner, method = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        # Methods of texts and numbers pad and repeat; to macros and mappings a number is only a value.
+        if isinstance(owner, (str, int)) and method not in ("format", "format_map"):
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, int):
+                    check_number(value)
         if isinstance(owner, str):
             if method == "join" and args:
                 return _join(list(args[0]), owner)
@@ -224,9 +228,19 @@ def check_value(value: Any) -> None:
 
 
 def check_format(pattern: str) -> None:
-    """Refuse a format string with an absurd width."""
+    """Refuse a format string with an absurd width, or with one that its values hold."""
     if _HUGE_WIDTH.search(pattern):
         raise TemplateError("chat template formats with a width of more than six digits")
+    if _COMPUTED_WIDTH.search(pattern.replace("%%", "")):
+        raise TemplateError("chat template formats with a width that it computes")
+
+
+def _check_braces(pattern: str) -> None:
+    """Refuse a pattern of `str.format` as `check_format` does; its computed widths stand in braces within braces."""
+    if _HUGE_WIDTH.search(pattern):
+        raise TemplateError("chat template formats with a width of more than six digits")
+    if any("{" in (spec or "") for _, _, spec, _ in string.Formatter().parse(pattern)):
+        raise TemplateError("chat template formats with a width that it computes")
 
 
 def _is_small(value: Any) -> bool:
@@ -271,12 +285,13 @@ def _timed(function: Callable[..., Any]) -> Callable[..., Any]:
 def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def guard(*args: Any, **kwargs: Any) -> Any:
-        for argument in (*args, *kwargs.values()):
-            if isinstance(argument, int):
-                check_number(argument)
-            else:
+        formats = function.__name__ == "do_format"
+        for position, argument in enumerate((*args, *kwargs.values())):
+            if not isinstance(argument, int):
                 check_value(argument)
-        if function.__name__ == "do_format":
+            elif position and not formats:  # the first is what is shown, as all are that a pattern names
+                check_number(argument)
+        if formats:
             check_format(str(args[0]))
         return _bounded(function(*args, **kwargs))
 

@@ -96,6 +96,27 @@ def test_refusal_of_the_template_is_its_message() -> None:
         render("{{ raise_exception('roles must alternate') }}")
 
 
+@pytest.mark.parametrize("use", ["{{ n | string }}", "{{ n }}", "{% macro f(x) %}{{ x }}{% endmacro %}{{ f(n) }}",
+    "{{ '%d' % n }}", "{{ '%d' | format(n) }}", "{{ '{}'.format(n) }}", "{{ namespace(a=n).a }}",
+    "{{ {}.get('a', n) }}", "{{ n | tojson }}", "{{ n | e }}", "{{ '{{{}}}'.format(n)[1:-1] }}",
+    "{{ '%%*%d' % n }}"])  # fmt: skip
+def test_a_number_of_the_conversation_may_be_large(use: str) -> None:
+    number = 12345678901234567890
+    assert render(use, n=number).strip("%*") == str(number)
+
+
+@pytest.mark.parametrize(
+    "use",
+    ["{{ '%*d' % (n, 1) }}", "{{ '%.*f' % (n, 1.5) }}", "{{ '%*d' | format(n, 1) }}", "{{ '{:{}}'.format(1, n) }}",
+     "{{ '{0:{1[0]}}'.format(1, [n]) }}", "{{ '{0[}]:{1}}'.format({'}': 1}, n) }}", "{{ 'a'.ljust(n) }}",
+     "{{ 'a'.zfill(n) }}", "{{ 'a' | indent(n) }}", "{{ (1).to_bytes(n) }}",
+     "{{ '{a:{b}}'.format_map({'a': 1, 'b': n}) }}"],
+)  # fmt: skip
+def test_no_number_is_a_width_without_bounds(use: str) -> None:
+    with pytest.raises(TemplateError, match=r"a width that it computes|more than 1000000 repetitions"):
+        render(use, n=2_000_000_000)
+
+
 @pytest.mark.parametrize(
     "source",
     [

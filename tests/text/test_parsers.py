@@ -171,6 +171,19 @@ def test_llama_3_2_writes_calls_without_a_tag() -> None:
     assert output_format("auto", "auto", "{{ '<|start_header_id|>ipython' }}").tools is None
 
 
+@pytest.mark.parametrize(
+    ("turn", "tools"),
+    [
+        ("in <tool_call></tool_call> tags:\n<tool_calls>[{'name': ..., \"arguments\": ...}]</tool_calls>", "hunyuan"),
+        ('{{ "<tool_call>\\n{\\"name\\": \\"x\\", \\"arguments\\": 1}" }}', "hermes"),
+        ("]<]minimax[>[<tool_call><invoke name='f'>{{ call.arguments }}", None),
+        ("<|start_header_id|>ipython<|python_tag|> <function=f>{}</function>", None),
+    ],
+)
+def test_a_mark_that_several_formats_use_is_not_enough(turn: str, tools: str | None) -> None:
+    assert output_format("auto", "auto", turn).tools == tools
+
+
 def test_formats_are_chosen_by_name() -> None:
     assert output_format("none", "none", TEMPLATES["hermes"]) == OutputFormat()
     assert output_format("qwen25", "glm45", None) == OutputFormat(tools="hermes", reasoning="qwen3")

@@ -91,11 +91,12 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         make=lambda _: Mistral(), marks=("[TOOL_CALLS]",), tokens=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
         short_ids=True,
     ),
-    "hermes": ToolFormat(make=lambda _: TaggedJson(), marks=("<tool_call>",), tokens=_TAGS),
     "hunyuan": ToolFormat(
         make=lambda _: TaggedJson("<tool_calls>", "</tool_calls>"), marks=("<tool_calls>",),
         tokens=("<tool_calls>", "</tool_calls>"),
     ),
+    # Its key as well, since other formats use the same tag; the quote after it may be escaped.
+    "hermes": ToolFormat(make=lambda _: TaggedJson(), marks=("<tool_call>", '"arguments'), tokens=_TAGS),
     "granite": ToolFormat(
         make=lambda _: TaggedJson("<|tool_call|>", "<|end_of_text|>"), marks=("<|tool_call|>",),
         tokens=("<|tool_call|>",),
@@ -104,7 +105,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         make=lambda _: Pythonic(), marks=("<|python_start|>",), tokens=("<|python_start|>", "<|python_end|>")
     ),
     "llama3_json": ToolFormat(
-        make=lambda _: BareJson(), marks=("<|python_tag|>",), tokens=("<|python_tag|>",),
+        make=lambda _: BareJson(), marks=("<|python_tag|>", '"parameters": '), tokens=("<|python_tag|>",),
         or_marks=("ipython", '"parameters": '),
     ),
 }  # fmt: skip
