@@ -29,12 +29,17 @@ class MatrixRate:
     bf16: float
     int8: float
 
+    def by_format(self) -> dict[str, float]:
+        """Return the rates by the name that the number format has in metrics."""
+        return {"bfloat16": self.bf16, "int8": self.int8}
 
-def measure_matrix_rate(threads: int) -> MatrixRate | None:
+
+def measure_matrix_rate(threads: int, pass_seconds: float = _PASS_SECONDS) -> MatrixRate | None:
     """Return what `threads` threads reach together, in about a quarter of a second; None without native code.
 
     Args:
         threads: at least 1.
+        pass_seconds: for how long each format is multiplied.
     """
     if threads < 1:
         raise ValueError(f"threads={threads} is not allowed; use at least 1")
@@ -44,5 +49,5 @@ def measure_matrix_rate(threads: int) -> MatrixRate | None:
     function = library.moewe_matrix_rate
     function.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_double]
     function.restype = ctypes.c_double
-    rates = {name: float(function(threads, number, _PASS_SECONDS)) for name, number in _FORMATS.items()}
+    rates = {name: float(function(threads, number, pass_seconds)) for name, number in _FORMATS.items()}
     return MatrixRate(threads, **rates)

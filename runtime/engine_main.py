@@ -173,6 +173,7 @@ class EngineLoop:
             weight_bytes_read=tuple(rank.weight_bytes_read for rank, _ in ranks),
             weight_kinds=tuple(rank.weight_kinds for rank, _ in ranks),
             kv_bytes=tuple(warm.kv_bytes for _, warm in ranks),
+            matrix_rates=tuple(warm.matrix_rates for _, warm in ranks),
             pids=tuple(member.pid for member in group.workers.members),
         )
 

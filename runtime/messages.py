@@ -114,6 +114,7 @@ class Ready(Message, frozen=True, kw_only=True):
         max_model_len: longest sequence accepted, prompt and output.
         max_num_seqs: sequences a rank runs at once.
         memory_bandwidth: measured read ceiling of each rank while all of them read, bytes/s.
+        matrix_rates: per rank, operations/s of products in cache by number format, while all of them multiply.
         weight_bytes: per rank, bytes of weights held.
         weight_bytes_read: per rank, bytes read from disk.
         weight_kinds: per rank, bytes held by `kind/format` (models.weights.bytes_by_kind).
@@ -131,6 +132,7 @@ class Ready(Message, frozen=True, kw_only=True):
     pids: tuple[int, ...]
     weight_kinds: tuple[dict[str, int], ...] = ()
     kv_bytes: tuple[dict[str, int], ...] = ()
+    matrix_rates: tuple[dict[str, float], ...] = ()
 
 
 class CounterRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,6 +222,8 @@ class KVAllocated(Message, frozen=True, kw_only=True):
     Attributes:
         memory_bandwidth: how fast this rank reads memory while all others do too, bytes/s.
         cache_resident: that was measured in a cache, and says nothing about memory.
+        matrix_rates: operations/s of its products in cache by number format, while all others multiply too; empty where
+            nothing is known.
         kv_bytes: of the pool by number format, scales included.
     """
 
@@ -227,6 +231,7 @@ class KVAllocated(Message, frozen=True, kw_only=True):
     memory_bandwidth: float
     cache_resident: bool = False
     kv_bytes: dict[str, int] = {}
+    matrix_rates: dict[str, float] = {}
 
 
 class StepDone(Message, frozen=True, kw_only=True):

@@ -48,7 +48,7 @@ from .ranks.batch import StepRows, WorkerBatch
 from .ranks.choice import Choice, agree
 from .ranks.finish import Committed
 from .ranks.logit_edits import LogitEdits, edited
-from .ranks.memory import blocks_that_fit, read_bandwidth
+from .ranks.memory import blocks_that_fit, matrix_rates, read_bandwidth
 from .ranks.reports import chosen_logprobs, prompt_logprobs
 from .ranks.routing_log import RoutingLog
 from .ranks.row_scan import RowScanner
@@ -191,7 +191,7 @@ class Worker:
         )
 
     def allocate(self, num_blocks: int) -> KVAllocated:
-        """Hold `num_blocks` KV blocks, run two steps on a made-up sequence, and measure the memory.
+        """Hold `num_blocks` KV blocks, run two steps on a made-up sequence, and measure what the machine can do.
 
         Cache groups that keep only windows get fewer (`kv_layout`). A collective: all ranks do it. The steps end on all
         of them at the same moment, so they measure together.
@@ -218,6 +218,7 @@ class Worker:
             rank=self.rank,
             memory_bandwidth=measured.bytes_per_second,
             cache_resident=measured.cache_resident,
+            matrix_rates=matrix_rates(self.device, self.num_ranks),
             kv_bytes=self._storage.bytes_by_format(),
         )
 

@@ -61,6 +61,12 @@ class ReplicaMetrics:
         bandwidth = self.ready.memory_bandwidth if self.ready else ()
         return sum(bandwidth) / len(bandwidth) if rank < len(bandwidth) else 0.0
 
+    def matrix_rates(self) -> dict[str, float]:
+        """Return the rate of products of a rank by number format, operations/s, equal shares as in `ceiling`."""
+        rates = self.ready.matrix_rates if self.ready else ()
+        common = set(rates[0]).intersection(*rates) if rates else set()
+        return {name: sum(rank[name] for rank in rates) / len(rates) for name in sorted(common)}
+
     def saturation(self, since: list[RankCounters] | None = None) -> np.ndarray:
         """Return memory saturation, [rank, phase], since earlier counters (the start of the window when None)."""
         since = self._baseline if since is None else since
@@ -96,6 +102,8 @@ class ReplicaMetrics:
                 labels = (replica, str(rank))
                 yield "moewe_weight_bytes", labels, held
                 yield "moewe_memory_bandwidth_ceiling_bytes_per_second", labels, self.ceiling(rank)
+                for name, rate in self.matrix_rates().items():
+                    yield "moewe_matrix_rate_ceiling_operations_per_second", (*labels, name), rate
             for rank, kinds in enumerate(self.ready.weight_kinds):
                 for name, held in kinds.items():
                     yield "moewe_weight_kind_bytes", (replica, str(rank), *name.split("/")), held

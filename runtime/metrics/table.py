@@ -121,6 +121,14 @@ METRICS: tuple[Metric, ...] = (
         "Reading speed that all ranks of the replica reached together at start, over their number: the same for each.",
     ),
     Metric(
+        "moewe_matrix_rate_ceiling_operations_per_second",
+        "gauge",
+        (*_RANK, "format"),
+        "operations/second",
+        "The same of matrix products in cache, by number `format`; a multiplication and an addition are two. Native "
+        "kernels only.",
+    ),
+    Metric(
         "moewe_memory_saturation_ratio",
         "gauge",
         _PHASE,

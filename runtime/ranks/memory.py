@@ -1,7 +1,7 @@
-"""What one rank's memory can hold, reported once it has loaded, and how fast it is read, once all ranks are warm.
+"""What one rank's memory can hold, reported once it has loaded; how fast it is read and multiplied, once all are warm.
 
 Not a budget (topologies/budget.py estimates before loading) and not an allocation (runtime/worker.py).
-Units: bytes, bytes/s, blocks.
+Units: bytes, bytes/s, operations/s, blocks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from ...models.config import ModelConfig
 from ...models.footprint import kv_groups, model_footprint
 from ...native.bandwidth import Bandwidth, measure_read_bandwidth
+from ...native.matrix_rate import measure_matrix_rate
 from ...quant import NumberFormat, parse_kv_format
 from ...topologies import byte_budget, parse_topology
 from ...topologies.hardware import available_memory_bytes
@@ -23,8 +24,9 @@ from ..resolve import kv_blocks
 
 _GPU_BUFFER_BYTES = 1 << 30
 _GPU_PASSES = 5
-# Tests set this: they start many ranks, and nobody looks at the figure. The buffer is then as small as may be.
+# Tests set this: they start many ranks, and nobody looks at the figures. Buffer and time are then as small as may be.
 QUICK_VARIABLE = "MOEWE_QUICK_MEASURE"
+_QUICK_SECONDS, _RATE_SECONDS = 0.001, 0.1
 
 
 def blocks_that_fit(config: EngineConfig, model: ModelConfig, number_format: NumberFormat, device: torch.device) -> int:
@@ -64,3 +66,16 @@ def read_bandwidth(device: torch.device, num_ranks: int) -> Bandwidth:
         end.synchronize()
         best_ms = min(best_ms, start.elapsed_time(end))
     return Bandwidth(_GPU_BUFFER_BYTES / (best_ms * 1e-3), _GPU_BUFFER_BYTES, cache_resident=False)
+
+
+@cache
+def matrix_rates(device: torch.device, num_ranks: int) -> dict[str, float]:
+    """Return how fast this rank multiplies numbers in cache, by format, with `num_ranks` ranks at it together.
+
+    Measured once for the process. Empty where nothing is known: on a GPU and without native kernels.
+    """
+    if device.type != "cpu":
+        return {}
+    seconds = _QUICK_SECONDS if os.environ.get(QUICK_VARIABLE) else _RATE_SECONDS
+    rate = measure_matrix_rate(torch.get_num_threads(), seconds)
+    return {} if rate is None else rate.by_format()

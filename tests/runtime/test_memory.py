@@ -1,4 +1,4 @@
-"""What a rank says of its memory: read bandwidth is measured once for the process, in the share that a rank has."""
+"""What a rank says of its machine: read bandwidth and matrix rate, each measured once for the process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moewe.native.bandwidth import Bandwidth
+from moewe.native.matrix_rate import MatrixRate
 from moewe.runtime.ranks import memory
 
 CPU = torch.device("cpu")
@@ -44,3 +45,33 @@ def test_tests_measure_little(asked: list[int], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(memory.QUICK_VARIABLE, "1")
     memory.read_bandwidth(CPU, 2)
     assert asked == [0]
+
+
+def test_the_matrix_rate_is_measured_once_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def measure(threads: int, seconds: float) -> MatrixRate:
+        asked.append(seconds)
+        return MatrixRate(threads, bf16=7e12, int8=15e12)
+
+    monkeypatch.setattr(memory, "measure_matrix_rate", measure)
+    monkeypatch.delenv(memory.QUICK_VARIABLE, raising=False)
+    memory.matrix_rates.cache_clear()
+    try:
+        for _ in range(2):
+            assert memory.matrix_rates(CPU, 2) == {"bfloat16": 7e12, "int8": 15e12}
+        assert len(asked) == 1 and asked[0] > 0.05
+        monkeypatch.setenv(memory.QUICK_VARIABLE, "1")
+        memory.matrix_rates(CPU, 3)
+        assert asked[1] < 0.01
+    finally:
+        memory.matrix_rates.cache_clear()
+
+
+def test_no_matrix_rate_is_known_without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "measure_matrix_rate", lambda *_: None)
+    memory.matrix_rates.cache_clear()
+    try:
+        assert memory.matrix_rates(CPU, 1) == memory.matrix_rates(torch.device("cuda"), 1) == {}
+    finally:
+        memory.matrix_rates.cache_clear()

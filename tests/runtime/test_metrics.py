@@ -38,6 +38,7 @@ def ready() -> Ready:
         num_blocks=12, block_size=16, max_model_len=64, max_num_seqs=4, memory_bandwidth=(6_000.0, 3_000.0),
         weight_bytes=(10, 20), weight_bytes_read=(10, 20), pids=(1, 2),
         weight_kinds=({"routed/int4": 10}, {"routed/int4": 5, "head/int8": 15}), kv_bytes=({"fp8": 7}, {"fp8": 8}),
+        matrix_rates=({"bfloat16": 5e12, "int8": 9e12}, {"bfloat16": 6e12, "int8": 8e12}),
     )  # fmt: skip
 
 
@@ -81,6 +82,9 @@ def test_ranks_are_exported_without_layers_or_experts() -> None:
     assert values["moewe_memory_saturation_ratio", decode] == pytest.approx(4 * 1_500 / (4 * 0.5 * 4_500))
     ceiling = "moewe_memory_bandwidth_ceiling_bytes_per_second"
     assert values[ceiling, rank1] == values[ceiling, (("rank", "0"), ("replica", "0"))] == 4_500
+    rate = "moewe_matrix_rate_ceiling_operations_per_second"
+    assert values[rate, (("format", "bfloat16"), *rank1)] == 5.5e12
+    assert values[rate, (("format", "int8"), *rank1)] == 8.5e12
     assert values["moewe_steps_total", decode] == 4
     assert values["moewe_batch_tokens_total", decode] == 12
     assert values["moewe_busy_seconds_total", decode] == 2.0

@@ -22,13 +22,19 @@ def test_ratios_that_say_nothing_about_memory_are_marked(measured_in_cache, cach
     def measured(self, num_blocks):
         allocate(self, num_blocks)
         rank = self._start.rank
-        return KVAllocated(rank=rank, memory_bandwidth=1e9 + rank, cache_resident=measured_in_cache and rank == 1)
+        return KVAllocated(
+            rank=rank,
+            memory_bandwidth=1e9 + rank,
+            cache_resident=measured_in_cache and rank == 1,
+            matrix_rates={"int8": 1e12 + rank},
+        )
 
     monkeypatch.setattr(FakeWorker, "allocate", measured)
     replicas = start("EP2DP1")
     try:
         replicas.wait_ready(30)
         assert replicas.ready[0].memory_bandwidth == (1e9, 1e9 + 1)
+        assert replicas.ready[0].matrix_rates == ({"int8": 1e12}, {"int8": 1e12 + 1})
         assert [rank.cache_resident for rank in replicas.stats()[0].ranks] == [expected] * 2
     finally:
         replicas.close()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from moewe.native.library import load
 from moewe.runtime.metrics.stats import decode_counters, rank_stats
 from moewe.runtime.plan import RankPlan, StepHeader
 from moewe.telemetry import COMPONENTS, PHASES
@@ -186,6 +187,8 @@ def test_memory_is_reported_in_exact_bytes(dtype):
         assert loaded.weight_bytes <= loaded.weight_bytes_read < whole.loaded[0].weight_bytes
     for allocated in parts.allocated:
         assert allocated.memory_bandwidth > 1e8
+        assert all(rate > 1e8 for rate in allocated.matrix_rates.values())
+        assert list(allocated.matrix_rates) == (["bfloat16", "int8"] if load() is not None else [])
     kv_bytes = 2 * 2 * 2 * 16 * itemsize * 20 * 4  # layers, K and V, heads, width; 20 blocks of 4 tokens
     assert [worker.storage.num_bytes for worker in parts.workers] == [kv_bytes] * 4
 
