@@ -10,7 +10,7 @@ from .exchanges import (
     ThreadExchange,
     ThreadHub,
 )
-from .placement import ExpertPlacement, assign_replicas, linear_placement, replica_table
+from .placement import ExpertPlacement, assign_replicas, linear_placement, replica_table, slots_of
 
 __all__ = [
     "AllToAllExchange",
@@ -25,4 +25,5 @@ __all__ = [
     "assign_replicas",
     "linear_placement",
     "replica_table",
+    "slots_of",
 ]

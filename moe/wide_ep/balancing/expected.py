@@ -19,12 +19,18 @@ def expected_rows(placement: ExpertPlacement, load: np.ndarray) -> np.ndarray:
         >>> expected_rows(linear_placement(1, 4, 2), np.array([[4, 2, 1, 1]])).tolist()
         [[6.0, 2.0]]
     """
-    num_ranks = placement.num_ranks
-    rows = np.empty((placement.num_layers, num_ranks))
-    for layer in range(placement.num_layers):
-        ranks = placement.slot_rank[placement.slot_of[layer]]  # [W, E]
-        part = np.broadcast_to(load[layer] / num_ranks, ranks.shape)
-        rows[layer] = np.bincount(ranks.ravel(), part.ravel(), num_ranks)
+    rows = np.empty((placement.num_layers, placement.num_ranks))
+    for layer, by_slot in enumerate(expected_slot_rows(placement, load)):
+        rows[layer] = np.bincount(placement.slot_rank, by_slot, placement.num_ranks)
+    return rows
+
+
+def expected_slot_rows(placement: ExpertPlacement, load: np.ndarray) -> np.ndarray:
+    """Return the rows of each slot: [L, P] f64 of a load [L, E]."""
+    rows = np.empty((placement.num_layers, placement.num_slots))
+    for layer, slots in enumerate(placement.slot_of):  # [W, E]
+        part = np.broadcast_to(load[layer] / placement.num_ranks, slots.shape)
+        rows[layer] = np.bincount(slots.ravel(), part.ravel(), placement.num_slots)
     return rows
 
 

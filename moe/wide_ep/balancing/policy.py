@@ -1,7 +1,7 @@
 """Which experts to move, and whether to: a move has to save more step time than its transfer costs. Pure.
 
-Not the transfer and not a placement from nothing (placement/balanced.py): it changes what stands, slot by slot.
-Nothing calls it while serving yet. Units: seconds; loads in tokens per expert over a window of `steps` steps.
+Not the transfer (runtime/rebalancing/) and not a placement from nothing (placement/balanced.py): it changes what
+stands, slot by slot. Units: seconds; loads in rows of experts over the steps of a window (load_steps.py).
 L MoE layers, E experts, P slots, W ranks.
 """
 
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..placement.quotas import choose_replicas
-from ..placement.record import ExpertPlacement, placement_of
+from ..placement.record import ExpertPlacement
 from .expected import expected_rows
+from .load_steps import LoadSteps, total_load, total_steps
 
-# Seconds of one MoE layer in one step, of the rows of each rank [W].
+# Seconds of one MoE layer in one step, of the expected rows of each slot [P] (`topologies.cost` makes one).
 LayerTime = Callable[[np.ndarray], float]
 # Candidates that are looked at closely; the others lost in an estimate.
 _LOOKED_AT = 4
@@ -27,30 +28,29 @@ class PolicyOptions:
     """When a move pays.
 
     Attributes:
-        within_s, between_s: to bring an expert of a layer from a rank of the same domain, of another one.
+        transfer_s: to bring an expert of a layer to a slot.
         horizon_steps: for how many steps what was saved counts.
         hysteresis: by how much of the transfer what is saved has to be more than it.
         noise: a rank's surplus has to exceed this many standard deviations of what chance alone makes of even loads.
         max_moves: transfers of one decision.
-        spend: part of all step time so far that transfers may take before they have brought anything.
+        max_layers: layers of one decision; looking at one takes time.
     """
 
-    within_s: float
-    between_s: float
+    transfer_s: float
     horizon_steps: int
     hysteresis: float = 0.25
     noise: float = 6.0
     max_moves: int = 8
-    spend: float = 0.01
+    max_layers: int = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """One transfer: `slot` of `layer` gets the expert that `source` holds."""
+    """One transfer: `slot` of `layer` gets `expert`."""
 
     layer: int
     slot: int
-    source: int
+    expert: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,16 +58,18 @@ class Decision:
     """What to do now.
 
     Attributes:
-        moves: transfers, those of one exchange of two experts side by side; all are read before any is written.
+        moves: transfers, those of one exchange of two experts side by side; all come into force together.
         placement: what stands afterwards.
         transfer_s: what the moves cost.
         saved_s: predicted, of a step.
+        takes_back: so many decisions before it are undone, which did harm.
     """
 
     moves: tuple[Move, ...]
     placement: ExpertPlacement
     transfer_s: float
     saved_s: float
+    takes_back: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,44 +84,52 @@ class _Action:
 
 def choose_moves(
     placement: ExpertPlacement,
-    windows: Sequence[np.ndarray],
+    windows: Sequence[LoadSteps],
     *,
-    steps: int,
     layer_time: LayerTime,
     options: PolicyOptions,
     budget_s: float = np.inf,
+    turn: int = 0,
 ) -> Decision:
-    """Return the moves that pay, dearest layer first; none where nothing does.
+    """Return the moves that pay, fullest layer first; none where nothing does.
 
     What a move saves is the least of what it would have saved in each window: load that does not stay moves nothing.
 
     Args:
         placement: what stands.
-        windows: loads [L, E] of as many steps each, oldest first, at least two; the moves are found by the newest.
-        steps: of each window.
+        windows: oldest first, at least two; the moves are found by the newest.
         layer_time: of one layer.
         options: when a move pays.
         budget_s: what transfers may cost together.
+        turn: decisions in a row that found nothing: each looks at other layers.
     """
-    if len(windows) < 2 or steps < 1:
-        raise ValueError(f"at least 2 windows of at least 1 step are needed, got {len(windows)} of {steps}")
+    if len(windows) < 2 or any(total_steps(window) < 1 for window in windows):
+        raise ValueError(f"at least 2 windows of at least 1 step are needed, got {len(windows)}")
+    newest = total_load(windows[-1])
+    rows = expected_rows(placement, newest)  # [L, W]
+    surplus = rows.max(1) - rows.mean(1)
+    uneven = np.flatnonzero(surplus > options.noise * np.sqrt(rows.mean(1)))
+    uneven = uneven[np.argsort(-surplus[uneven], kind="stable")]
+    if uneven.size > options.max_layers:
+        uneven = np.roll(uneven, -turn * options.max_layers)[: options.max_layers]
     slots = placement.physical_to_logical.copy()
-    layers = [_Layer(placement, layer, windows, steps, layer_time, options) for layer in range(placement.num_layers)]
     moves: list[Move] = []
     transfer_s = saved_s = 0.0
-    for layer in sorted(layers, key=lambda one: (-one.surplus(slots[one.number]), one.number)):
+    for number in uneven.tolist():
+        layer = _Layer(placement, number, windows, layer_time, options)
         while len(moves) < options.max_moves:
-            action = layer.best(slots[layer.number], most=options.max_moves - len(moves))
+            action = layer.best(slots[number], most=options.max_moves - len(moves))
             if action is None or transfer_s + action.transfer_s > budget_s:
                 break
-            slots[layer.number] = action.slots
+            slots[number] = action.slots
             moves += action.moves
             transfer_s, saved_s = transfer_s + action.transfer_s, saved_s + action.saved_s
-    newest = windows[-1].astype(np.float64) if moves else placement.load
-    after = placement_of(
-        slots, placement.num_experts, placement.slot_ranges, domains=placement.domains, load=newest
-    )  # fmt: skip
-    return Decision(moves=tuple(moves), placement=after if moves else placement, transfer_s=transfer_s, saved_s=saved_s)
+    last = {(move.layer, move.slot): move for move in moves}  # all come into force together
+    moves = [move for move in last.values() if placement.physical_to_logical[move.layer, move.slot] != move.expert]
+    if not moves:
+        return Decision(moves=(), placement=placement, transfer_s=0.0, saved_s=0.0)
+    after = placement.with_layers(slots, newest, sorted({move.layer for move in moves}))
+    return Decision(moves=tuple(moves), placement=after, transfer_s=len(moves) * options.transfer_s, saved_s=saved_s)
 
 
 class _Layer:
@@ -129,33 +139,31 @@ class _Layer:
         self,
         placement: ExpertPlacement,
         number: int,
-        windows: Sequence[np.ndarray],
-        steps: int,
+        windows: Sequence[LoadSteps],
         layer_time: LayerTime,
         options: PolicyOptions,
     ) -> None:
-        self.number, self._steps, self._time, self._options = number, steps, layer_time, options
-        self._loads = [window[number].astype(np.float64) for window in windows]
+        self.number, self._time, self._options = number, layer_time, options
+        # Of each window its phases: rows of experts [E] in one step, and steps.
+        self._windows = [
+            [(phase.load[number] / phase.steps, phase.steps) for phase in window if phase.steps] for window in windows
+        ]
+        self._newest = total_load(windows[-1])[number]
         self._num_experts, self._rank, self._domain = placement.num_experts, placement.slot_rank, placement.rank_domain
         self._num_ranks = placement.num_ranks
 
-    def surplus(self, slots: np.ndarray) -> float:
-        """Return the rows of the fullest rank above the mean, in the newest window."""
-        rows = self._rows(self._slot_rows(slots)[-1])
-        return float(rows.max() - rows.mean())
-
     def best(self, slots: np.ndarray, *, most: int) -> _Action | None:
         """Return the change that saves most for what it costs, of at most `most` moves, if one pays."""
-        by_slot = self._slot_rows(slots)
-        rows = self._rows(by_slot[-1])
+        chosen = self._chosen(slots)
+        by_slot = self._slot_rows(chosen, self._newest)
+        rows = np.bincount(self._rank, by_slot, self._num_ranks)
         if rows.max() - rows.mean() <= self._options.noise * np.sqrt(rows.mean()):
             return None
-        before = self._seconds(by_slot)
+        before = self._step_seconds(chosen)
         found = []
-        for changed, moves in self._candidates(slots, by_slot[-1], rows, most):
-            after = self._seconds(self._slot_rows(changed))
-            saved = float((before - after).min())
-            cost = sum(self._cost(move) for move in moves)
+        for changed, moves in self._candidates(slots, by_slot, rows, most):
+            saved = float((before - self._step_seconds(self._chosen(changed))).min())
+            cost = len(moves) * self._options.transfer_s
             if saved * self._options.horizon_steps > cost * (1 + self._options.hysteresis):
                 net = saved * self._options.horizon_steps - cost
                 found.append((net, _Action(slots=changed, moves=moves, transfer_s=cost, saved_s=saved)))
@@ -193,74 +201,32 @@ class _Layer:
                 continue
             a, b, changed = int(own[i]), int(other[j]), slots.copy()
             changed[b] = slots[a]
-            moves = [Move(layer=self.number, slot=b, source=a)]
+            moves = [Move(layer=self.number, slot=b, expert=int(slots[a]))]
             if number == 2:
                 changed[a] = slots[b]
-                moves.append(Move(layer=self.number, slot=a, source=b))
+                moves.append(Move(layer=self.number, slot=a, expert=int(slots[b])))
             made.append((changed, tuple(moves)))
         return made
 
-    def _cost(self, move: Move) -> float:
-        one, other = self._domain[self._rank[move.slot]], self._domain[self._rank[move.source]]
-        return self._options.within_s if one == other else self._options.between_s
-
-    def _slot_rows(self, slots: np.ndarray) -> list[np.ndarray]:
-        """Return the rows of each slot in each window, [P] each; replicas are shared out by the newest load."""
+    def _chosen(self, slots: np.ndarray) -> np.ndarray:
+        """Return the slot of each rank for each expert, [W, E]; replicas are shared out by the newest load."""
         order = np.argsort(slots, kind="stable")
         first = np.searchsorted(slots[order], slots[order])
         where = np.full((self._num_experts, int(np.bincount(slots).max())), -1, np.int32)
         where[slots[order], np.arange(len(slots)) - first] = order
-        chosen = choose_replicas(where, self._rank, self._domain, self._loads[-1])  # [W, E]
-        return [
-            np.bincount(chosen.ravel(), np.tile(load / self._num_ranks, self._num_ranks), len(slots))
-            for load in self._loads
-        ]
+        return choose_replicas(where, self._rank, self._domain, self._newest)
 
-    def _rows(self, by_slot: np.ndarray) -> np.ndarray:
-        return np.bincount(self._rank, by_slot, self._num_ranks)
+    def _slot_rows(self, chosen: np.ndarray, load: np.ndarray) -> np.ndarray:
+        """Return the rows of each slot [P] of a load [E]."""
+        part = np.broadcast_to(load / self._num_ranks, chosen.shape)
+        return np.bincount(chosen.ravel(), part.ravel(), len(self._rank))
 
-    def _seconds(self, by_slot: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the seconds of a step in each window."""
-        return np.array([self._time(self._rows(one) / self._steps) for one in by_slot])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Simulated:
-    """A trace of windows, once as it began and once with moves; `seconds` holds what transfers took too."""
-
-    off_seconds: float
-    seconds: float
-    transfer_seconds: float
-    num_moves: int
-
-
-def simulate(
-    placement: ExpertPlacement,
-    windows: Sequence[np.ndarray],
-    *,
-    steps: int,
-    layer_time: LayerTime,
-    options: PolicyOptions,
-) -> Simulated:
-    """Return what the policy would make of recorded loads [L, E], deciding after each window by it and the one before.
-
-    Transfers may cost `options.spend` of the time so far, and what earlier moves have really saved.
-    """
-    off = spent = moved = 0.0
-    num_moves, current = 0, placement
-    for number, load in enumerate(windows):
-        off += steps * _seconds(placement, load / steps, layer_time)
-        moved += steps * _seconds(current, load / steps, layer_time)
-        if number:
-            budget = options.spend * off + off - moved - spent
-            decision = choose_moves(
-                current, windows[number - 1 : number + 1], steps=steps, layer_time=layer_time, options=options,
-                budget_s=budget,
-            )  # fmt: skip
-            current, num_moves = decision.placement, num_moves + len(decision.moves)
-            spent += decision.transfer_s
-    return Simulated(off_seconds=off, seconds=moved + spent, transfer_seconds=spent, num_moves=num_moves)
-
-
-def _seconds(placement: ExpertPlacement, load: np.ndarray, layer_time: LayerTime) -> float:
-    return float(sum(layer_time(rows) for rows in expected_rows(placement, load)))
+    def _step_seconds(self, chosen: np.ndarray) -> np.ndarray:
+        """Return the mean seconds of a step in each window."""
+        return np.array(
+            [
+                sum(steps * self._time(self._slot_rows(chosen, load)) for load, steps in window)
+                / sum(steps for _, steps in window)
+                for window in self._windows
+            ]
+        )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -6,7 +6,7 @@ from .baselines import linear_placement, round_robin_placement
 from .drawing import draw_placement
 from .eplb import eplb_placement
 from .measures import Traffic, expert_load, imbalance, traffic
-from .record import ExpertPlacement, assign_replicas, placement_of, replica_table
+from .record import ExpertPlacement, assign_replicas, placement_of, replica_table, slots_of
 
 __all__ = [
     "ExpertPlacement",
@@ -24,5 +24,6 @@ __all__ = [
     "placement_of",
     "replica_table",
     "round_robin_placement",
+    "slots_of",
     "traffic",
 ]

@@ -6,6 +6,7 @@ Letters: L MoE layers (counted among MoE layers), E logical experts, P slots of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -82,6 +83,26 @@ class ExpertPlacement:
             load = None if self.load is None else self.load[layer]
             tables[layer] = choose_replicas(slots, self.slot_rank, self.rank_domain, load)
         return tables
+
+    def with_layers(self, physical_to_logical: np.ndarray, load: np.ndarray, layers: Sequence[int]) -> ExpertPlacement:
+        """Return it with other experts in the slots of some layers, whose replicas are shared out by another load.
+
+        Args:
+            physical_to_logical: [L, P] i32; equal to what stands in layers that are not named.
+            load: [L, E], read in `layers`.
+            layers: which change; nothing is worked out again for the others.
+        """
+        known = np.zeros((self.num_layers, self.num_experts)) if self.load is None else self.load.astype(np.float64)
+        known[layers] = load[layers]
+        after = placement_of(
+            physical_to_logical, self.num_experts, self.slot_ranges, domains=self.domains, load=known
+        )  # fmt: skip
+        tables = self.slot_of.copy()
+        for layer in layers:
+            slots = after.logical_to_physical[layer]
+            tables[layer] = choose_replicas(slots, self.slot_rank, self.rank_domain, known[layer])
+        after.__dict__["slot_of"] = tables  # where the cached property keeps it
+        return after
 
     def num_local_slots(self, rank: int) -> int:
         """Slots that `rank` owns in every layer."""
@@ -168,5 +189,9 @@ def assign_replicas(topk_ids: torch.Tensor, placement: ExpertPlacement, layer: i
     Example:
         With expert 0 in slots 0 (rank 0) and 4 (rank 1), rank 1 gets [0, 2, -1] -> [4, 2, -1].
     """
-    table = placement.table(layer, rank, topk_ids.device)
+    return slots_of(topk_ids, placement.table(layer, rank, topk_ids.device))
+
+
+def slots_of(topk_ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
+    """Look experts [T, K] i32 up in a table of `ExpertPlacement`; -1 stays -1, and None changes no id."""
     return topk_ids if table is None else table[topk_ids.long()]
