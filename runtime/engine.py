@@ -261,8 +261,7 @@ class Engine:
         self.scheduler.abort(made.request_id)
         self._close_mask(made.request_id)
         if made.error is not None:
-            code = INVALID_REQUEST if made.refused else None
-            return Delta(request_id=made.request_id, finish_reason="error", error=made.error, error_code=code)
+            return Delta(request_id=made.request_id, finish_reason="error", error=made.error, error_code=made.code)
         shown = live.text.add([], "length")  # what was held back because a stop string might begin there
         return Delta(
             request_id=made.request_id,

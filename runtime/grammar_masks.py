@@ -17,8 +17,9 @@ from functools import cache
 from typing import Protocol
 
 from ..text import Tokenizer
-from ..text.grammar import GrammarTokens
+from ..text.grammar import GrammarStuck, GrammarTokens
 from ..text.grammar_thinking import ThinkingMatcher
+from .messages import GRAMMAR_STUCK, INVALID_GRAMMAR
 from .params import StructuredSpec
 
 log = logging.getLogger(__name__)
@@ -55,14 +56,15 @@ class MadeMask:
         mask: for the next token; None allows all.
         finished: the text is complete, there is no next token.
         error: why it cannot go on.
-        refused: with an error: the grammar was never usable, so the request is to blame.
+        code: with an error, where the request is to blame: INVALID_GRAMMAR if its grammar was never usable,
+            GRAMMAR_STUCK if the text got to where the grammar lets nothing follow.
     """
 
     request_id: str
     mask: bytes | None = None
     finished: bool = False
     error: str | None = None
-    refused: bool = False
+    code: str | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -180,8 +182,13 @@ class GrammarMasks:
             if job.matcher.finished:
                 return MadeMask(request_id=job.request_id, finished=True)
             return MadeMask(request_id=job.request_id, mask=job.matcher.mask(may_end=job.may_end))
+        except GrammarStuck as error:
+            stuck = f"the text cannot go on as its grammar demands: {error}"
+            return MadeMask(request_id=job.request_id, error=stuck, code=GRAMMAR_STUCK)
         except ValueError as error:
-            return MadeMask(request_id=job.request_id, error=str(error), refused=job.matcher is None)
+            code = INVALID_GRAMMAR if job.matcher is None else None
+            text = f"the grammar cannot be used: {error}" if code else str(error)
+            return MadeMask(request_id=job.request_id, error=text, code=code)
         except BaseException as error:  # a panic of the library, which no handler of Exception would catch
             log.exception("a grammar failed")
             return MadeMask(request_id=job.request_id, error=f"the grammar failed: {type(error).__name__}")

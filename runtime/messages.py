@@ -48,9 +48,10 @@ class LogprobEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     decoded_token: str | None
 
 
-# Why a request was not run: it never can be, too many wait, the engine does not keep up, or it is about to end.
-INVALID_REQUEST, QUEUE_FULL, ENGINE_BUSY, SHUTTING_DOWN = ERROR_CODES = (
-    "invalid_request", "queue_full", "engine_busy", "shutting_down",
+# Why a request was not run: it never can be, too many wait, the engine does not keep up, it is about to end, or its
+# grammar is none. The last: why one ended on the way, namely where its grammar lets nothing follow.
+INVALID_REQUEST, QUEUE_FULL, ENGINE_BUSY, SHUTTING_DOWN, INVALID_GRAMMAR, GRAMMAR_STUCK = ERROR_CODES = (
+    "invalid_request", "queue_full", "engine_busy", "shutting_down", "invalid_grammar", "grammar_stuck",
 )  # fmt: skip
 
 

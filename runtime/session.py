@@ -24,7 +24,7 @@ from .config import EngineConfig
 from .generation_defaults import GenerationDefaults, generation_defaults
 from .kernels import prepare_kernels
 from .kv_layout import scheduler_limits
-from .messages import INVALID_REQUEST, Delta
+from .messages import INVALID_GRAMMAR, INVALID_REQUEST, Delta
 from .params import SamplingParams
 from .processes.group import GroupParts
 from .prompts import check_token_ids, model_template, model_tokenizer, packed, with_ends
@@ -267,7 +267,7 @@ class Session:
         """Raise for an error that is not of this one request's making (numbers that are not finite stay its result)."""
         if self._replicas.failure is not None:
             raise EngineLostError(self._replicas.failure.reason)
-        if delta.error_code == INVALID_REQUEST:
+        if delta.error_code in (INVALID_REQUEST, INVALID_GRAMMAR):
             raise ValueError(delta.error or "the engine refused the request")
 
     def _submit(self, request_id: str, prompt: bytes, params: SamplingParams) -> None:

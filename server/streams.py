@@ -74,6 +74,8 @@ def failed(delta: Delta) -> ApiError | None:
     match delta.error_code:
         case messages.INVALID_REQUEST:
             return invalid(message)
+        case messages.INVALID_GRAMMAR | messages.GRAMMAR_STUCK:
+            return invalid(message, code="invalid_grammar")
         case messages.QUEUE_FULL:
             return queue_full(message)
         case messages.ENGINE_BUSY | messages.SHUTTING_DOWN as code:

@@ -32,10 +32,16 @@ _LIMITS: dict[str, Any] = {"max_lexer_states": 20_000, "initial_lexer_fuel": 1_0
            "step_max_items": 50_000, "max_grammar_size": 500_000, "verbose_errors": False}  # fmt: skip
 # A space, or a line break with its indentation: without a bound a model that likes blanks writes nothing else.
 _BLANKS = r"(\x20|\r?\n[\x20\t]{0,40})"
+# Not every vocabulary has a token for each byte: those of control characters and of rare scripts may be missing.
+_DEAD_END = "no token of this model comes next; ask for no characters that the model has no tokens for"
 
 
 class GrammarError(ValueError):
     """A grammar that cannot be used; the text says what is wrong with it, in one line."""
+
+
+class GrammarStuck(GrammarError):
+    """A grammar that was fine until the text got to where nothing can follow, or where it is too complex."""
 
 
 def grammar_source(kind: str, text: str) -> str:
@@ -94,6 +100,7 @@ class GrammarTokens:
         special = tokenizer.special_ids | set(ends)
         pieces = [tokenizer.token_bytes(token) for token in range(vocab_size)]
         self._library = _library_tokens(pieces, sorted(token for token in special if token < vocab_size), tokenizer)
+        self._spellings = {pieces[token] for token in range(vocab_size) if token not in special}
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._lock = Lock()
 
@@ -109,12 +116,24 @@ class GrammarTokens:
             if compiled is not None:
                 self._compiled.move_to_end(key)
                 return Matcher(compiled.deep_copy(), self)
-        compiled = compile_source(grammar_source(kind, text), self._library)
+        source = grammar_source(kind, text)
+        if kind == CHOICE:
+            self._check_spelled(_choices(text))
+        compiled = compile_source(source, self._library)
         with self._lock:
             self._compiled[key] = compiled
             while len(self._compiled) > KEPT_GRAMMARS:
                 self._compiled.popitem(last=False)
             return Matcher(compiled.deep_copy(), self)
+
+    def _check_spelled(self, choices: list[str]) -> None:
+        """Refuse texts that end in the middle, since no token writes one of their characters nor its bytes."""
+        for number, choice in enumerate(choices):
+            for character in sorted(set(choice)):
+                data = character.encode()
+                if data not in self._spellings and any(bytes([byte]) not in self._spellings for byte in data):
+                    raise GrammarError(f"choice {number} holds {character!a}, for which this model has no token; "
+                                       "leave it out")  # fmt: skip
 
 
 class Matcher:
@@ -143,10 +162,11 @@ class Matcher:
         """Go on by one token.
 
         Raises:
-            GrammarError: the grammar does not allow it here, or gave up.
+            GrammarError: the grammar does not allow it here.
+            GrammarStuck: it is too complex there.
         """
         if not self._state.consume_token(token_id):
-            raise GrammarError(_reason(self._state.get_error()) or f"token {token_id} is not allowed here")
+            raise _failure(self._state.get_error() or f"token {token_id} is not allowed here")
 
     def mask(self, *, may_end: bool = True) -> bytes:
         """Return which tokens may come next. Where only the end may, they are the end tokens whatever is asked.
@@ -155,18 +175,18 @@ class Matcher:
             may_end: allow the end tokens where the grammar may end; False for who wants more text.
 
         Raises:
-            GrammarError: no token is allowed, or the grammar gave up.
+            GrammarStuck: no token is allowed, or the grammar is too complex there.
         """
         tokens = self._tokens
         words = np.frombuffer(self._state.compute_bitmask(), "<u4")[: tokens.num_words].copy()
         if self._state.is_error():
-            raise GrammarError(_reason(self._state.get_error()) or "the grammar is too complex here")
+            raise _failure(self._state.get_error())
         if tokens.vocab_size % 32:  # the library's own end token sits behind the last
             words[-1] &= np.uint32((1 << tokens.vocab_size % 32) - 1)
         if self.accepting and (may_end or not words.any()):
             words |= tokens.ends
         if not words.any():
-            raise GrammarError("no token of this model continues the text as the grammar demands")
+            raise GrammarStuck(_DEAD_END)
         return words.tobytes()
 
 
@@ -196,7 +216,8 @@ class _Pieces:
     """A vocabulary in the form that the library asks for. Its end token is none of the model's: we add those.
 
     Calling it gives the tokens of a text that the grammar forces: as the model's own tokenizer splits it where that
-    gives the text back, else the longest tokens that fit.
+    gives the text back, else the longest tokens that fit, and our end token (which no mask allows) where none does:
+    after fewer tokens than that the library would go on as if the whole text had been written.
     """
 
     bos_token_id = None
@@ -214,7 +235,8 @@ class _Pieces:
         data = text.encode()  # raises for bytes: so the library learns that it must send whole characters
         if self._tokenizer is not None:
             ids = self._tokenizer.encode(text, add_special_tokens=False)
-            if b"".join(self.tokens[token] for token in ids) == data:
+            known = max(ids, default=0) < self.eos_token_id  # a tokenizer may have more tokens than the model
+            if known and b"".join(self.tokens[token] for token in ids) == data:
                 return ids
         ids, at = [], 0
         while at < len(data):
@@ -222,7 +244,7 @@ class _Pieces:
                 (n for n in range(min(self._longest, len(data) - at), 0, -1) if data[at : at + n] in self._ids), 0
             )
             if not size:
-                break
+                return [*ids, self.eos_token_id]
             ids.append(self._ids[data[at : at + size]])
             at += size
         return ids
@@ -295,6 +317,15 @@ def _bits(token_ids: Sequence[int], num_words: int) -> np.ndarray:
     for token in token_ids:
         words[token // 32] |= np.uint32(1 << token % 32)
     return words
+
+
+def _failure(message: str) -> GrammarError:
+    """Return the error of a text on its way: is it the grammar's own making, or ours or the library's?"""
+    if "NoExtension" in message:
+        return GrammarStuck(_DEAD_END)
+    if "lexer error" in message or "TooComplex" in message:
+        return GrammarStuck(f"it is too complex there ({_reason(message)}); make it simpler")
+    return GrammarError(_reason(message) or "it failed")
 
 
 def _reason(message: str) -> str:

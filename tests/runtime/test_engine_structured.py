@@ -9,13 +9,14 @@ from moewe.runtime import engine as engine_module
 from moewe.runtime.deltas import seed_sequence
 from moewe.runtime.engine import BooksError, Engine
 from moewe.runtime.grammar_masks import GrammarMasks
-from moewe.runtime.messages import INVALID_REQUEST, Submit
+from moewe.runtime.messages import GRAMMAR_STUCK, INVALID_GRAMMAR, Submit
 from moewe.runtime.params import SamplingParams, StructuredSpec
 from moewe.runtime.plan import RankResult, StepResult, pack, unpack
 from moewe.runtime.ranks.batch import WorkerBatch
 from moewe.runtime.scheduler import Scheduler
 from moewe.runtime.scheduling.limits import GroupLimits, SchedulerConfig
 from moewe.runtime.text_output import Shown
+from moewe.text.grammar import GrammarStuck
 
 VOCAB, EOS = 64, 63
 LIMITS = SchedulerConfig(
@@ -25,7 +26,10 @@ LIMITS = SchedulerConfig(
 
 
 class Letters:
-    """The grammar of exactly the letters of `text`; `!` breaks it there, `+` lets the text end there or go on."""
+    """The grammar of exactly the letters of `text`.
+
+    `!` breaks it there, `#` lets nothing follow there, `+` lets the text end there or go on.
+    """
 
     def __init__(self, text: str) -> None:
         if text == "refuse":
@@ -44,7 +48,7 @@ class Letters:
 
     def mask(self, *, may_end: bool = True) -> bytes:
         if self.rest[self.at] < 0:
-            raise RuntimeError("broken")
+            raise GrammarStuck("no token comes next") if self.rest[self.at] == ord("#") - 97 else RuntimeError("broken")
         allowed = np.zeros(VOCAB, np.bool_)
         allowed[self.rest[self.at]] = True
         allowed[EOS] = self.ends == self.at and may_end
@@ -199,8 +203,8 @@ def test_many_of_both_kinds_come_through_with_few_blocks(engine: Engine) -> None
         assert ends[f"free{number}"][1] == "length"
 
 
-@pytest.mark.parametrize("grammar", ["refuse", "ab!c"])
-def test_a_failure_ends_its_request_only(engine: Engine, grammar: str) -> None:
+@pytest.mark.parametrize(("grammar", "code"), [("refuse", INVALID_GRAMMAR), ("ab#c", GRAMMAR_STUCK), ("ab!c", None)])
+def test_a_failure_ends_its_request_only(engine: Engine, grammar: str, code: str | None) -> None:
     engine.add(submit("wrong", grammar))
     engine.add(submit("right", "xyz"))
     engine.add(submit("free", None))
@@ -211,8 +215,7 @@ def test_a_failure_ends_its_request_only(engine: Engine, grammar: str) -> None:
     for delta in deltas:
         if delta.finish_reason is not None:
             codes[delta.request_id] = (delta.finish_reason, delta.error_code)
-    refused = INVALID_REQUEST if grammar == "refuse" else None
-    assert codes == {"wrong": ("error", refused), "right": ("stop", None), "free": ("length", None)}
+    assert codes == {"wrong": ("error", code), "right": ("stop", None), "free": ("length", None)}
     assert engine.settle(strict=True) == []
 
 

@@ -11,8 +11,10 @@ import pytest
 
 from moewe.runtime import grammar_masks
 from moewe.runtime.grammar_masks import GrammarMasks, MadeMask, grammar_matchers
+from moewe.runtime.messages import GRAMMAR_STUCK, INVALID_GRAMMAR
 from moewe.runtime.params import StructuredSpec
 from moewe.text import load_tokenizer
+from moewe.text.grammar import GrammarError, GrammarStuck
 from tests.support import small_tokenizers
 
 WAIT_S = 20.0
@@ -38,6 +40,8 @@ class Counting:
             self.gate.wait(WAIT_S)
         if self.text == "panic":
             raise KeyboardInterrupt
+        if self.text == "stuck" and self.next == 1:
+            raise GrammarStuck("no token comes next")
         return None if self.text == "free" else bytes([self.next, may_end])
 
 
@@ -52,7 +56,7 @@ def gate() -> Iterator[threading.Event]:
 def masks(gate: threading.Event) -> Iterator[GrammarMasks]:
     def make(spec: StructuredSpec) -> Counting:
         if spec.text == "bad":
-            raise ValueError("no text fulfils it")
+            raise GrammarError("no text fulfils it")
         return Counting(spec.text, gate)
 
     masks = GrammarMasks(make)
@@ -90,12 +94,22 @@ def test_none_allows_everything(masks: GrammarMasks) -> None:
 def test_a_failure_is_told_and_others_go_on(masks: GrammarMasks, text: str) -> None:
     begin(masks, "wrong", text)
     made = one(masks)
-    assert made.error and made.request_id == "wrong" and made.refused == (text == "bad")
+    assert made.error and made.request_id == "wrong" and made.code == (INVALID_GRAMMAR if text == "bad" else None)
     masks.close("wrong")
     begin(masks, "right")
     assert one(masks).mask == b"\0\1"
     masks.advance("right", [7], may_end=True)
-    assert one(masks).error == "token 7 is not allowed here"
+    made = one(masks)
+    assert (made.error, made.code) == ("token 7 is not allowed here", None)
+
+
+def test_a_text_that_its_own_grammar_leads_to_a_dead_end_is_to_blame(masks: GrammarMasks) -> None:
+    begin(masks, "a", "stuck")
+    assert one(masks).mask == b"\0\1"
+    masks.advance("a", [0], may_end=True)
+    made = one(masks)
+    assert made.code == GRAMMAR_STUCK and made.error is not None
+    assert made.error.endswith("as its grammar demands: no token comes next")
 
 
 def test_the_loop_waits_once_for_each_and_never_for_a_compilation(masks: GrammarMasks, gate: threading.Event) -> None:

@@ -178,6 +178,8 @@ def test_failure_in_a_stream_is_an_event_and_no_end() -> None:  # P-API-12
     [
         (None, 500, "engine_error"),
         (messages.INVALID_REQUEST, 400, None),
+        (messages.INVALID_GRAMMAR, 400, "invalid_grammar"),
+        (messages.GRAMMAR_STUCK, 400, "invalid_grammar"),
         (messages.QUEUE_FULL, 429, "queue_full"),
         (messages.ENGINE_BUSY, 503, "engine_busy"),
         (messages.SHUTTING_DOWN, 503, "shutting_down"),

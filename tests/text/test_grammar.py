@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moewe.text import Tokenizer, load_tokenizer
-from moewe.text.grammar import KEPT_GRAMMARS, GrammarError, GrammarTokens, Matcher
+from moewe.text.grammar import _LIMITS, KEPT_GRAMMARS, GrammarError, GrammarStuck, GrammarTokens, Matcher
 from tests.support import small_tokenizers
 
 SCHEMA = {
@@ -130,6 +130,49 @@ def test_a_grammar_that_the_vocabulary_cannot_write_is_refused(tmp_path: Path) -
     assert b"\xf0" not in {tokenizer.token_bytes(i) for i in range(40)}
     with pytest.raises(GrammarError):
         few.matcher("regex", "\U0001f426").mask()
+
+
+@pytest.mark.parametrize(("kind", "text"), [("regex", "!\U0001f426"), ("grammar", 'start: "!" "\U0001f426"')])
+def test_a_grammar_that_leads_to_what_no_token_writes_says_so_there(tmp_path: Path, kind: str, text: str) -> None:
+    tokenizer = load_tokenizer(small_tokenizers.write(tmp_path, "byte_level"))
+    matcher = GrammarTokens(tokenizer, 40).matcher(kind, text)
+    (first,) = allowed(matcher.mask())
+    assert tokenizer.token_bytes(first) == b"!"
+    matcher.accept(first)
+    with pytest.raises(GrammarStuck, match="no token of this model comes next"):
+        matcher.mask()
+
+
+@pytest.mark.parametrize("where", ["name", "value"])
+def test_a_forced_text_that_no_token_writes_is_a_dead_end_too(tmp_path: Path, where: str) -> None:
+    tokenizer = load_tokenizer(small_tokenizers.write(tmp_path, "byte_level"))
+    few = GrammarTokens(tokenizer, 188)  # letters and brackets, but no bytes from 80 to a0
+    name, value = ("ab\U0001f426cd", "x") if where == "name" else ("x", "ab\U0001f426cd")
+    schema = {"type": "object", "properties": {name: {"const": value}}, "required": [name]}
+    schema["additionalProperties"] = False
+    matcher = few.matcher("json", json.dumps(schema))
+    with pytest.raises(GrammarStuck, match="no token of this model comes next"):
+        write(matcher, lambda ids: ids[0], 40)
+
+
+def test_a_grammar_that_grows_too_complex_on_the_way_says_so_there(
+    tokens: GrammarTokens, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(_LIMITS, "max_lexer_states", 1000)
+    matcher = tokens.matcher("regex", "(x[a-z]{0,200}){3}")
+    letter = next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == b"x")
+    with pytest.raises(GrammarStuck, match=r"too complex there \(lexer error: .*\); make it simpler"):
+        for _ in range(600):
+            matcher.accept(letter)
+            matcher.mask()
+
+
+def test_a_choice_with_a_character_that_no_token_writes_is_named(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(small_tokenizers.write(tmp_path, "byte_level"))
+    few = GrammarTokens(tokenizer, 40)
+    assert few.matcher("choice", '["!", "!1"]').mask()
+    with pytest.raises(GrammarError, match=r"choice 1 holds '\\U0001f426', for which this model has no token"):
+        few.matcher("choice", json.dumps(["!", "!\U0001f426"]))
 
 
 def test_tokens_without_fixed_bytes_are_refused(tmp_path: Path) -> None:
