@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from .cli_options import ALIASES, ENGINE, HTTP, SAMPLE, SHARED, Flag, flags_of, with_flag, without_aliases
-from .cli_tools import BENCH_HELP, TOOL_FLAG_NAMES, TOOLS, join_goals
+from .cli_tools import BENCH_HELP, TOOL_FLAG_NAMES, TOOLS, Tool, join_words
 from .stdout import give_up_stdout, put
 
 EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 130
@@ -75,6 +75,14 @@ def _keyword(name: str, annotation: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
+def _further(tool: Tool) -> inspect.Parameter:
+    """Return the argument for words that belong to a flag; shown only where they need no flag before them."""
+    alone = tool.words_alone
+    metavar = tool.words.upper() if alone else ""
+    shown = typer.Argument(hidden=not alone, metavar=metavar, help=f"As --{tool.words}.", show_default=False)
+    return _keyword("words_argument", Annotated[list[str] | None, shown])
+
+
 def _add_command(
     name: str,
     help: str,
@@ -95,13 +103,14 @@ def _add(
     parameters: Sequence[inspect.Parameter],
     flags: Sequence[Flag],
     run: Callable[[Any], int],
+    tool: Tool | None = None,
 ) -> None:
-    """Add a command to `to`; `run` gets the `Settings` of its flags."""
+    """Add a command to `to`; `run` gets the `Settings` of its flags, `tool` says where further words go."""
 
     def command(**given: Any) -> int:
         from .cli_values import read_settings
 
-        settings = read_settings(flags, join_goals(given))
+        settings = read_settings(flags, join_words(given, tool) if tool is not None else given)
         _set_up_logging(settings.shared.get("log-level"), settings.shared.get("log-format"), quiet=run is not _serve)
         if run is not _serve:  # a server has handlers of its own; what runs here ends by KeyboardInterrupt
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -131,7 +140,6 @@ def _chat(settings: Any) -> int:
 
 
 _MODEL = _argument("model", "Folder, hub id, or the word demo.")
-_WORDS = _keyword("words_argument", Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")])
 _add_command(
     "serve",
     "Serve MODEL over HTTP as OpenAI's API does.",
@@ -157,9 +165,9 @@ _add_command(
 _groups = {"": app, "bench": typer.Typer(help=BENCH_HELP, no_args_is_help=True)}
 app.add_typer(_groups["bench"], name="bench")
 for _tool in TOOLS:
-    _words = [_MODEL] if _tool.takes_model else [_WORDS] if _tool.takes_goals else []
+    _words = [_MODEL] if _tool.takes_model else [_further(_tool)] if _tool.words else []
     _parameters = [*_words, *map(_parameter, _tool.flags)]
-    _add(_groups[_tool.parent], _tool.name, _tool.help, _parameters, _tool.flags, _tool.run)
+    _add(_groups[_tool.parent], _tool.name, _tool.help, _parameters, _tool.flags, _tool.run, _tool)
 
 
 @app.command("models")

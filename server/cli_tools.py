@@ -105,6 +105,14 @@ _BATCH = (
     _flag("input-file", "text", "Batch", "JSON lines with custom_id, method, url and body.", short="-i"),
     _flag("output-file", "text", "Batch", "JSON lines with custom_id, response and error; written anew.", short="-o"),
 )
+_TOP = (
+    _flag("url", "list", SERVER, "A server, with or without http:// and /v1; may be repeated, as may a word without "
+          "--url.", default="http://127.0.0.1:8000"),
+    *(flag for flag in _TARGET if flag.name in ("api-key", "header")),
+    _flag("interval", "float", OUTPUT, "Seconds between two readings.", default="2"),
+    _flag("once", "switch", OUTPUT, "Print the figures of one interval and leave; exit code 1 if a server has none."),
+    _flag("json", "switch", OUTPUT, "With --once: JSON for scripts."),
+)  # fmt: skip
 _SERVED_NAME = tuple(flag for flag in HTTP_FLAGS if flag.name == "served-model-name")
 
 
@@ -119,7 +127,8 @@ class Tool:
         run: takes `Settings` and returns the exit code.
         takes_model: MODEL is an argument.
         parent: the word before `name`, if any.
-        takes_goals: what follows a target of --goodput are further targets.
+        words: the flag (a list) that further words on the command line belong to.
+        words_alone: such words need no flag before them.
     """
 
     name: str
@@ -128,7 +137,8 @@ class Tool:
     run: Callable[[Any], int]
     takes_model: bool = True
     parent: str = ""
-    takes_goals: bool = False
+    words: str = ""
+    words_alone: bool = False
 
 
 def _bench_serve(settings: Any) -> int:
@@ -161,6 +171,12 @@ def _replay(settings: Any) -> int:
     return replay_file(settings.tool)
 
 
+def _top(settings: Any) -> int:
+    from .top.command import top
+
+    return top(settings.tool)
+
+
 def _run_batch(settings: Any) -> int:
     from .run_batch import run_batch
 
@@ -179,7 +195,7 @@ TOOLS = (
                *_GENERAL),
         run=_bench_serve,
         takes_model=False,
-        takes_goals=True,
+        words="goodput",
     ),
     Tool(
         name="latency",
@@ -215,17 +231,27 @@ TOOLS = (
         run=_replay,
         takes_model=False,
     ),
+    Tool(
+        name="top",
+        help="Show what servers do: saturation of memory by rank and component, rates, latencies, KV, queues. "
+        "moewe top [URL ...]; Ctrl-C leaves.",
+        flags=(*_TOP, *_GENERAL),
+        run=_top,
+        takes_model=False,
+        words="url",
+        words_alone=True,
+    ),
 )  # fmt: skip
 TOOL_FLAG_NAMES = tuple(dict.fromkeys(flag.name for tool in TOOLS for flag in tool.flags))
 
 
-def join_goals(given: dict[str, Any]) -> dict[str, Any]:
-    """Return what stands on the command line with words that follow a target of --goodput put to the targets.
+def join_words(given: dict[str, Any], tool: Tool) -> dict[str, Any]:
+    """Return what stands on the command line, with words that stand alone put to the flag that they belong to.
 
     Raises:
-        ValueError: there are such words without --goodput.
+        ValueError: there are such words without that flag, where it has to stand before them.
     """
     words = given.pop("words_argument", None) or []
-    if words and not given.get("goodput"):
+    if words and not (tool.words_alone or given.get(tool.words)):
         raise ValueError(f"{words[0]!r} is more than this command takes; settings are flags, see --help")
-    return {**given, "goodput": [*given["goodput"], *words]} if words else given
+    return {**given, tool.words: [*(given.get(tool.words) or []), *words]} if words else given

@@ -39,6 +39,7 @@ INNER = {
     "moe.wide_ep.balancing": "moe.wide_ep",
     "models.demo": "models",
     "server.bench": "server",
+    "server.top": "server",
     "text.parsers": "text",
     "runtime.scheduling": "runtime",
     "runtime.ranks": "runtime",

@@ -1,0 +1,229 @@
+"""From two readings of a server to the figures that a person looks at: rates, saturation by component, latencies.
+
+Not a view and not a connection: pure arithmetic over what /metrics counts (docs/metrics.md).
+Units: tokens/s, seconds; saturation and usage are fractions (1.0 is the ceiling, or all of it).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .scrape import Reading
+
+# What a step fetches from memory, in the order of the bars; docs/metrics.md says why exchange and activations are not.
+MEMORY_COMPONENTS = ("routed", "shared", "attention", "dense", "kv")
+_COUNTERS = ("moewe_generation_tokens_total", "moewe_steps_total", "moewe_prompt_tokens_total")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """One rank between two readings.
+
+    Attributes:
+        replica, rank: its labels.
+        domain: its NVLink domain; None where the server did not say.
+        components: share of the ceiling by component; their sum is `saturation`.
+        busy: share of the time between the readings that steps took.
+        cache_resident: the saturation says nothing about memory.
+        kv_usage: used over existing KV blocks.
+        running: requests.
+        bound: what binds steps, where the server says it.
+    """
+
+    replica: int
+    rank: int
+    domain: int | None
+    components: Mapping[str, float]
+    saturation: float
+    busy: float
+    cache_resident: bool
+    kv_usage: float
+    running: int
+    bound: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFigures:
+    """One server between two readings; a latency or rate that nothing happened for is None.
+
+    Attributes:
+        imbalance: rows of the fullest over the mean rank, the worst of all replicas.
+        link_bytes: bytes/s that ranks send inside and between domains.
+        hottest: experts with the most tokens, as the server lists them.
+    """
+
+    url: str
+    version: str
+    model: str
+    topology: str
+    ready: bool
+    seconds: float
+    tokens_per_second: float
+    prompt_tokens_per_second: float
+    ttft_p50: float | None
+    ttft_p95: float | None
+    tpot_p50: float | None
+    tpot_p95: float | None
+    running: int
+    waiting: int
+    preemptions: int
+    imbalance: float | None
+    link_bytes: Mapping[str, float]
+    hottest: tuple[Mapping[str, Any], ...] = ()
+    ranks: tuple[RankFigures, ...] = field(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        return asdict(self)
+
+
+def restarted(earlier: Reading, later: Reading) -> bool:
+    """Tell whether counters went back, so that the two readings are of two lives of a server."""
+    for name in _COUNTERS:
+        now = later.samples.get(name, {})
+        if any(now.get(labels, 0.0) < value for labels, value in earlier.samples.get(name, {}).items()):
+            return True
+    return False
+
+
+def quantile(buckets: Mapping[float, float], share: float) -> float | None:
+    """Return the value below which `share` of the observations lie, or None without observations.
+
+    Between two bounds observations are taken to be spread evenly; beyond the last bound it is that bound, as
+    Prometheus' `histogram_quantile` does.
+
+    Args:
+        buckets: upper bound (inf is one) -> how many observations are no larger.
+        share: in [0, 1].
+
+    Example:
+        >>> quantile({1.0: 5.0, 2.0: 10.0, math.inf: 10.0}, 0.75)
+        1.5
+    """
+    bounds = sorted(buckets)
+    total = buckets[bounds[-1]] if bounds else 0.0
+    if total <= 0:
+        return None
+    wanted, low, below = share * total, 0.0, 0.0
+    for bound in bounds:
+        if buckets[bound] >= wanted and buckets[bound] > below:
+            if math.isinf(bound):
+                return low
+            return low + (bound - low) * (wanted - below) / (buckets[bound] - below)
+        low, below = (low if math.isinf(bound) else bound), max(below, buckets[bound])
+    return low
+
+
+def figures(url: str, earlier: Reading, later: Reading) -> ServerFigures:
+    """Return what a server did between two readings of the same life.
+
+    Args:
+        url: of the server.
+        earlier, later: `earlier` was taken first.
+    """
+    seconds = max(later.taken - earlier.taken, 1e-9)
+    info = dict(next(iter(later.samples.get("moewe_info", ())), ()))
+    ratios = later.samples.get("moewe_expert_imbalance_ratio", {})
+    imbalances = [value for labels, value in ratios.items() if dict(labels).get("scope") == "rank" and value > 0]
+    return ServerFigures(
+        url=url,
+        version=info.get("version", ""),
+        model=info.get("model", ""),
+        topology=info.get("topology", ""),
+        ready=bool(later.value("moewe_ready")),
+        seconds=seconds,
+        tokens_per_second=_gain(earlier, later, "moewe_generation_tokens_total") / seconds,
+        prompt_tokens_per_second=_gain(earlier, later, "moewe_prompt_tokens_total") / seconds,
+        ttft_p50=_latency(earlier, later, "moewe_time_to_first_token_seconds", 0.5),
+        ttft_p95=_latency(earlier, later, "moewe_time_to_first_token_seconds", 0.95),
+        tpot_p50=_latency(earlier, later, "moewe_inter_token_latency_seconds", 0.5),
+        tpot_p95=_latency(earlier, later, "moewe_inter_token_latency_seconds", 0.95),
+        running=int(later.value("moewe_requests_running") or 0),
+        waiting=int(later.value("moewe_requests_waiting") or 0),
+        preemptions=int(_gain(earlier, later, "moewe_preemptions_total")),
+        imbalance=max(imbalances, default=None),
+        link_bytes={
+            scope: _gain(earlier, later, "moewe_exchange_bytes_total", scope=scope) / seconds
+            for scope in ("domain", "between")
+        },
+        hottest=tuple(item for item in _list(later.topology.get("hottest_experts")) if isinstance(item, dict)),
+        ranks=_ranks(earlier, later, seconds),
+    )
+
+
+def _ranks(earlier: Reading, later: Reading, seconds: float) -> tuple[RankFigures, ...]:
+    domains = _domains(later.topology)
+    ranks = []
+    for replica, rank in sorted(
+        later.by("moewe_kv_blocks", "replica", "rank"), key=lambda key: tuple(map(_number, key))
+    ):
+        which = {"replica": replica, "rank": rank}
+        busy_s = _gain(earlier, later, "moewe_busy_seconds_total", **which)
+        ceiling = later.value("moewe_memory_bandwidth_ceiling_bytes_per_second", **which) or 0.0
+        could_s = busy_s * ceiling
+        components = {
+            name: _gain(earlier, later, "moewe_memory_bytes_total", component=name, **which) / could_s
+            if could_s > 0
+            else 0.0
+            for name in MEMORY_COMPONENTS
+        }
+        ranks.append(
+            RankFigures(
+                replica=_number(replica),
+                rank=_number(rank),
+                domain=domains.get((_number(replica), _number(rank))),
+                components=components,
+                saturation=sum(components.values()),
+                busy=min(1.0, busy_s / seconds),
+                cache_resident=bool(later.value("moewe_cache_resident", **which)),
+                kv_usage=later.value("moewe_kv_usage_ratio", **which) or 0.0,
+                running=int(later.value("moewe_rank_requests_running", **which) or 0),
+                bound=_bound(later, which),
+            )
+        )
+    return tuple(ranks)
+
+
+def _bound(reading: Reading, which: Mapping[str, str]) -> str | None:
+    """Return what `moewe_bound` says of a rank: the label `by` of the sample that is 1."""
+    for labels, value in reading.samples.get("moewe_bound", {}).items():
+        have = dict(labels)
+        if value and which.items() <= have.items():
+            return have.get("by")
+    return None
+
+
+def _domains(topology: Mapping[str, Any]) -> dict[tuple[int, int], int]:
+    found: dict[tuple[int, int], int] = {}
+    for replica in _list(topology.get("replicas")):
+        for rank in _list(replica.get("ranks")) if isinstance(replica, dict) else []:
+            if not isinstance(rank, dict):
+                continue
+            which, number, domain = replica.get("replica"), rank.get("rank"), rank.get("domain")
+            if isinstance(which, int) and isinstance(number, int) and isinstance(domain, int):
+                found[which, number] = domain
+    return found
+
+
+def _gain(earlier: Reading, later: Reading, name: str, **labels: str) -> float:
+    """Return by how much a counter grew; what only the later reading has began at 0."""
+    return max(0.0, (later.value(name, **labels) or 0.0) - (earlier.value(name, **labels) or 0.0))
+
+
+def _latency(earlier: Reading, later: Reading, name: str, share: float) -> float | None:
+    before = earlier.by(f"{name}_bucket", "le")
+    grown = {
+        float(bound): value - before.get((bound,), 0.0) for (bound,), value in later.by(f"{name}_bucket", "le").items()
+    }
+    return quantile(grown, share)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else 0

@@ -1,0 +1,111 @@
+"""One reading of a server: its /metrics as numbers by name and labels, and its /v1/topology.
+
+Not figures (server/top/figures.py). What a server answers is not trusted: too much, or what is no metrics, is an error
+of that server only. Units: bytes, seconds of the monotonic clock.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+TIMEOUT_S = 5.0
+MOST_BYTES = 16 << 20
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class NoAnswerError(Exception):
+    """A server that gave no reading; the text is one line that says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a server said at one moment.
+
+    Attributes:
+        taken: when, in seconds of the monotonic clock.
+        samples: metric -> labels, sorted by name -> value.
+        topology: the answer of /v1/topology; empty where there is none.
+    """
+
+    taken: float
+    samples: Mapping[str, Mapping[Labels, float]]
+    topology: Mapping[str, Any] = field(default_factory=dict)
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """Return the sum of the samples of `name` that have these labels, or None where there are none."""
+        wanted = labels.items()
+        found = [value for have, value in self.samples.get(name, {}).items() if wanted <= dict(have).items()]
+        return sum(found) if found else None
+
+    def by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
+        """Return the sums of `name` for each combination of the values of `labels`."""
+        sums: dict[tuple[str, ...], float] = {}
+        for have, value in self.samples.get(name, {}).items():
+            key = tuple(dict(have).get(label, "") for label in labels)
+            sums[key] = sums.get(key, 0.0) + value
+        return sums
+
+
+def parse_metrics(text: str) -> dict[str, dict[Labels, float]]:
+    """Return the samples of a text in Prometheus' format.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    samples: dict[str, dict[Labels, float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return samples
+
+
+def read_server(root: str, headers: Mapping[str, str]) -> Reading:
+    """Return a reading of the server at `root` (without /v1).
+
+    Raises:
+        NoAnswerError: it did not answer, or not like a server of ours.
+    """
+    taken = time.monotonic()
+    try:
+        samples = parse_metrics(_get(f"{root}/metrics", headers).decode())
+    except ValueError as error:
+        raise NoAnswerError(f"{root}/metrics is no metrics: {_line(error)}") from None
+    if "moewe_info" not in samples:
+        raise NoAnswerError(f"{root}/metrics has no moewe_info: is that a moewe server?")
+    try:
+        topology = json.loads(_get(f"{root}/v1/topology", headers))
+    except (NoAnswerError, ValueError, RecursionError):
+        topology = {}  # the view does without
+    return Reading(taken=taken, samples=samples, topology=topology if isinstance(topology, dict) else {})
+
+
+def _get(url: str, headers: Mapping[str, str]) -> bytes:
+    request = urllib.request.Request(url, headers=dict(headers))
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            body: bytes = answer.read(MOST_BYTES + 1)
+    except urllib.error.HTTPError as error:
+        hint = "; give --api-key" if error.code in (401, 403) else ""
+        raise NoAnswerError(f"{url} answers {error.code}{hint}") from None
+    except urllib.error.URLError as error:
+        raise NoAnswerError(f"{url}: {_line(error.reason)}") from None
+    except (OSError, ValueError) as error:
+        raise NoAnswerError(f"{url}: {_line(error)}") from None
+    except Exception as error:  # http.client raises classes of its own for what is no HTTP
+        raise NoAnswerError(f"{url} does not speak HTTP: {type(error).__name__}") from None
+    if len(body) > MOST_BYTES:
+        raise NoAnswerError(f"{url} answers more than {MOST_BYTES >> 20} MiB")
+    return body
+
+
+def _line(error: object) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,259 @@
+"""`moewe top`: figures from two readings, what is drawn of them, and the command against servers that come and go."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from moewe.server.top.command import Server, top
+from moewe.server.top.figures import RankFigures, ServerFigures, figures, quantile, restarted
+from moewe.server.top.scrape import NoAnswerError, Reading, parse_metrics, read_server
+from moewe.server.top.view import Lost, bar, draw
+
+
+def metrics(*, steps: int = 0, tokens: int = 0, ranks: int = 2) -> str:
+    """What a server says that reached `steps` steps: each takes 0.1 s and moves 1 GB of 20 GB/s."""
+    lines = [
+        'moewe_info{version="1",model="demo",topology="EP2DP1"} 1',
+        "moewe_ready 1",
+        f"moewe_generation_tokens_total {tokens}",
+        'moewe_requests_running{replica="0"} 3',
+        'moewe_requests_waiting{replica="0"} 1',
+        'moewe_expert_imbalance_ratio{replica="0",scope="rank"} 1.25',
+        'moewe_expert_imbalance_ratio{replica="0",scope="slot"} 3.5',
+        "# TYPE moewe_time_to_first_token_seconds histogram",
+        f'moewe_time_to_first_token_seconds_bucket{{le="0.1"}} {steps}',
+        f'moewe_time_to_first_token_seconds_bucket{{le="+Inf"}} {steps}',
+    ]
+    for rank in range(ranks):
+        which = f'replica="0",rank="{rank}"'
+        lines += [
+            f"moewe_kv_blocks{{{which}}} 100",
+            f"moewe_kv_usage_ratio{{{which}}} 0.5",
+            f"moewe_memory_bandwidth_ceiling_bytes_per_second{{{which}}} 20000000000",
+            f'moewe_busy_seconds_total{{{which},phase="decode"}} {0.1 * steps}',
+            f'moewe_steps_total{{{which},phase="decode"}} {steps}',
+            f'moewe_memory_bytes_total{{{which},phase="decode",component="routed"}} {750_000_000 * steps}',
+            f'moewe_memory_bytes_total{{{which},phase="decode",component="kv"}} {250_000_000 * steps}',
+            f'moewe_memory_bytes_total{{{which},phase="decode",component="exchange"}} {10**12 * steps}',
+            f'moewe_exchange_bytes_total{{{which},scope="between"}} {1000 * steps}',
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def reading(taken: float, topology: dict[str, Any] | None = None, **more: Any) -> Reading:
+    return Reading(taken=taken, samples=parse_metrics(metrics(**more)), topology=topology or {})
+
+
+TOPOLOGY = {"replicas": [{"replica": 0, "ranks": [{"rank": 0, "domain": 0}, {"rank": 1, "domain": 1}]}]}
+
+
+def test_figures_are_what_happened_between_two_readings() -> None:
+    found = figures("u", reading(10.0, steps=5, tokens=50), reading(12.0, TOPOLOGY, steps=15, tokens=150))
+    assert (found.model, found.topology, found.ready) == ("demo", "EP2DP1", True)
+    assert found.tokens_per_second == 50.0 and found.running == 3 and found.waiting == 1
+    assert found.imbalance == 1.25 and found.link_bytes == {"domain": 0.0, "between": 10_000.0}
+    assert found.ttft_p50 == pytest.approx(0.05) and found.tpot_p50 is None
+    rank = found.ranks[1]
+    assert (rank.replica, rank.rank, rank.domain) == (0, 1, 1)
+    assert rank.components["routed"] == pytest.approx(0.375) and rank.components["kv"] == pytest.approx(0.125)
+    assert rank.saturation == pytest.approx(0.5) and rank.busy == pytest.approx(0.5) and rank.kv_usage == 0.5
+    assert json.loads(json.dumps(found.as_dict()))["ranks"][0]["saturation"] == pytest.approx(0.5)
+
+
+def test_an_idle_server_has_figures_too() -> None:
+    same = reading(1.0, steps=5)
+    found = figures("u", same, replace(same, taken=2.0))
+    assert found.tokens_per_second == 0 and found.ttft_p95 is None and found.ranks[0].saturation == 0
+    empty = figures("u", Reading(taken=0, samples={}), Reading(taken=0, samples={}))
+    assert empty.ranks == () and empty.imbalance is None and not empty.ready
+
+
+def test_a_topology_that_is_not_ours_is_done_without() -> None:
+    for topology in ({"replicas": 3}, {"replicas": [[], {"ranks": {}}]}, {"hottest_experts": "all"},
+                     {"replicas": [{"replica": 0, "ranks": [None, {"rank": "0", "domain": []}]}]}):  # fmt: skip
+        found = figures("u", reading(0.0), reading(1.0, topology, steps=1))
+        assert [rank.domain for rank in found.ranks] == [None, None] and found.hottest == ()
+
+
+def test_a_restart_is_seen() -> None:
+    assert restarted(reading(0.0, steps=9, tokens=9), reading(1.0, steps=1, tokens=9))
+    assert restarted(reading(0.0, steps=9), Reading(taken=1.0, samples={}))
+    assert not restarted(reading(0.0, steps=9), reading(1.0, steps=9))
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.floats(0, 1))
+def test_quantiles_lie_where_observations_are(counts: list[int], share: float) -> None:
+    bounds = [*(0.1 * 2**i for i in range(len(counts) - 1)), math.inf]
+    buckets = {bound: float(sum(counts[: i + 1])) for i, bound in enumerate(bounds)}
+    found = quantile(buckets, share)
+    if not sum(counts):
+        assert found is None
+        return
+    assert found is not None and 0 <= found <= max((b for b in bounds if b < math.inf), default=0)
+    below = sum(count for bound, count in zip(bounds, counts, strict=True) if bound <= found)
+    assert below <= share * sum(counts) + 1e-9 or found in bounds
+    assert quantile({1.0: 5.0, 2.0: 10.0, math.inf: 10.0}, 0.75) == 1.5
+
+
+def server_figures(num_ranks: int, **more: Any) -> ServerFigures:
+    base = figures("http://host:8000", reading(0.0), reading(1.0, steps=5, tokens=10))
+    ranks = tuple(replace(base.ranks[0], rank=i, domain=i // 8, saturation=i / num_ranks) for i in range(num_ranks))
+    return replace(base, ranks=ranks, **more)
+
+
+def drawn(servers: list[ServerFigures | Lost], width: int = 80, height: int = 24) -> list[str]:
+    console = Console(file=StringIO(), width=width, force_terminal=False)
+    console.print(draw(servers, width, height))
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("size", [(80, 24), (200, 60), (80, 10)])
+@pytest.mark.parametrize("num_ranks", [1, 8, 72])
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_what_is_drawn_fits(size: tuple[int, int], num_ranks: int, num_servers: int) -> None:
+    long = "x" * 300
+    lines = drawn([server_figures(num_ranks, url=f"http://{i}", model=long) for i in range(num_servers)], *size)
+    assert all(len(line) <= size[0] for line in lines)
+    assert len(lines) <= max(size[1], 6 * num_servers + 1)
+    if num_ranks > size[1]:
+        assert sum("more at" in line for line in lines) == num_servers
+
+
+def test_a_rank_is_a_bar_with_its_share_and_verdict() -> None:
+    rank = RankFigures(
+        replica=0, rank=3, domain=1, components={"routed": 0.5, "kv": 0.25}, saturation=0.75, busy=1.0,
+        cache_resident=False, kv_usage=0.95, running=2, bound="memory",
+    )  # fmt: skip
+    [line] = [line for line in drawn([replace(server_figures(1), ranks=(rank,))]) if line.startswith("  0.3 d1")]
+    width = 80 - 44
+    assert "R" * (width // 2) + "K" * (width // 4) + "·" * (width // 4) in line
+    assert " 75% memory" in line and line.endswith("busy 100% KV  95%")
+    assert "cache" in "".join(drawn([replace(server_figures(1), ranks=(replace(rank, cache_resident=True),))]))
+    assert bar({"routed": 7.0}, 10).plain == "R" * 10 and bar({}, 4).plain == "····"
+
+
+def test_texts_of_a_server_are_shown_as_they_are() -> None:
+    assert any("[bold]x[/bold]" in line for line in drawn([server_figures(1, model="[bold]x[/bold]")]))
+    assert drawn([Lost("http://gone", "nobody [there]")])[1] == "  nobody [there]"
+
+
+class Pages:
+    """What a small server answers by path: (status, body)."""
+
+    def __init__(self) -> None:
+        self.by_path: dict[str, tuple[int, bytes]] = {}
+        self.keys: list[str | None] = []
+
+
+@contextmanager
+def small_server(pages: Pages) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            pages.keys.append(self.headers.get("Authorization"))
+            status, body = pages.by_path.get(self.path, (404, b"{}"))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_server_that_goes_and_comes_back_is_followed() -> None:
+    pages = Pages()
+    with small_server(pages) as url:
+        server = Server(url, {})
+        pages.by_path["/metrics"] = (200, metrics(steps=5).encode())
+        server.read()
+        assert isinstance(server.shown(), Lost)
+        pages.by_path["/metrics"] = (200, metrics(steps=6).encode())
+        server.read()
+        assert isinstance(server.shown(), ServerFigures)
+        pages.by_path["/metrics"] = (503, b"")
+        server.read()
+        lost = server.shown()
+        assert isinstance(lost, Lost) and lost.reason == f"{url}/metrics answers 503"
+        pages.by_path["/metrics"] = (200, metrics(steps=1).encode())  # another life
+        server.read()
+        assert isinstance(server.shown(), Lost)
+        pages.by_path["/metrics"] = (200, metrics(steps=2, tokens=4).encode())
+        server.read()
+        again = server.shown()
+    assert isinstance(again, ServerFigures) and again.tokens_per_second > 0
+    server.read()
+    gone = server.shown()
+    assert isinstance(gone, Lost) and "refused" in gone.reason
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "reason"),
+    [
+        (401, b"", "answers 401; give --api-key"),
+        (200, b"<html>", "is no metrics"),
+        (200, b"\xff\xfe", "is no metrics"),
+        (200, b"other_metric 1\n", "has no moewe_info"),
+        (200, b"# " + b"x" * (17 << 20), "answers more than 16 MiB"),
+    ],
+)
+def test_what_is_no_server_of_ours_is_one_line(status: int, body: bytes, reason: str) -> None:
+    pages = Pages()
+    pages.by_path["/metrics"] = (status, body)
+    with small_server(pages) as url, pytest.raises(NoAnswerError) as error:
+        read_server(url, {})
+    assert reason in str(error.value) and "\n" not in str(error.value)
+
+
+def test_once_prints_json_and_says_by_its_code_whether_all_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = Pages()
+    pages.by_path = {
+        "/metrics": (200, metrics(steps=5).encode()),
+        "/v1/topology": (200, json.dumps({**TOPOLOGY, "hottest_experts": [{"layer": 1, "expert": 7}]}).encode()),
+    }
+    with small_server(pages) as url:
+        tool = {"url": (url, url + "/v1"), "once": True, "json": True, "interval": 0.2, "api_key": "secret"}
+        assert top(tool) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert top({**tool, "json": False}) == 0
+        assert "hottest L1/E7" in capsys.readouterr().out
+    assert [row["url"] for row in shown] == [url, url] and shown[0]["ranks"][1]["domain"] == 1
+    assert set(pages.keys) == {"Bearer secret"}
+    assert top(tool) == 1
+    assert "refused" in json.loads(capsys.readouterr().out)[0]["error"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "message"),
+    [
+        ({"interval": 0.1}, "--interval 0.1 is not allowed; use at least 0.2"),
+        ({"interval": math.nan}, "--interval nan is not allowed"),
+        ({"json": True}, "--json prints one reading; add --once"),
+        ({"url": ("ftp://x",), "once": True}, "URL 'ftp://x' is no URL"),
+        ({}, "stdout is no terminal; use --once"),
+    ],
+)
+def test_mistakes_are_named(tool: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        top(tool)
+    assert message in str(error.value)
