@@ -33,7 +33,8 @@ def check_token_ids(token_ids: Sequence[Any] | np.ndarray, vocab_size: int, *, n
         if type(token) is not int:
             raise ValueError(f"{name}.{position} is not a token id (an integer), got {repr(token)[:40]}")
         if not 0 <= token < vocab_size:
-            raise ValueError(f"{name}.{position}={token} is no token id of this model; use 0 to {vocab_size - 1}")
+            shown = f"={token}" if token.bit_length() < 64 else f" (of {token.bit_length()} bits)"
+            raise ValueError(f"{name}.{position}{shown} is no token id of this model; use 0 to {vocab_size - 1}")
 
 
 def packed(token_ids: Sequence[int]) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from .errors import invalid
-from .field_table import check_inner
+from .field_table import as_json, check_inner
 from .strict import Strict, described
 from .tool_fields import checked_calls
 
@@ -66,7 +66,10 @@ class ChatMessage(Strict):
 
 
 def _text_part(part: Any, where: str) -> dict[str, str]:
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        raise invalid(f"{where} is {kind!r}; this server reads only parts of the form type 'text' with a 'text'", where)
-    return {"type": "text", "text": part["text"]}
+    if not isinstance(part, dict) or part.get("type") != "text":
+        kind = f"of type {as_json(part.get('type'))}" if isinstance(part, dict) else as_json(part)
+        raise invalid(f"{where} is {kind}; this server reads only parts of the form type 'text' with a 'text'", where)
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise invalid(f"{where}.text must be a string, got {as_json(text)}", f"{where}.text")
+    return {"type": "text", "text": text}

@@ -111,6 +111,8 @@ def unknown(name: str, known: Iterable[str], where: str = "") -> Exception:
     """Return the error for a name that nobody knows, with the nearest one that somebody does."""
     shown = name[:80]
     close = difflib.get_close_matches(shown, known, n=1)
+    if not shown.strip() or not shown.isprintable():
+        shown = json.dumps(shown)
     hint = f"did you mean {close[0]!r}?" if close else "leave it out"
     return invalid(f"{where}{shown} is not a field that this server knows; {hint}", f"{where}{name}"[:200])
 

@@ -21,6 +21,7 @@ from ..text import Tokenizer
 from .chat_parts import Reading
 from .chat_prompt import render, template_of, template_options
 from .errors import ApiError, invalid
+from .field_table import as_json
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
 from .state import ServerState
 from .strict import whole_numbers
@@ -200,11 +201,19 @@ def _checked_ids(part: Any, state: ServerState, where: str) -> list[int]:
         raise invalid(f"{where} must be text or token ids, got {type(part).__name__}", "prompt")
     if len(part) > state.max_model_len:
         return part  # refused for its length; looking at millions of ids would be for nothing
-    ids = whole_numbers(part)
+    return checked_token_ids(part, state, where, "prompt")
+
+
+def checked_token_ids(values: list[Any], state: ServerState, where: str, param: str) -> list[int]:
+    """Return the token ids that a request sent, or refuse them by place and value."""
+    ids = whole_numbers(values)
+    for position, value in enumerate(ids):
+        if type(value) is not int:
+            raise invalid(f"{where}.{position} is not a token id (an integer), got {as_json(value)}", param)
     try:
         check_token_ids(ids, state.model_config.vocab_size, name=where)
     except ValueError as error:
-        raise invalid(str(error), "prompt") from None
+        raise invalid(str(error), param) from None
     return ids
 
 

@@ -11,14 +11,13 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from ..runtime.prompts import check_token_ids
 from ..text import Tokenizer
 from .bodies import read_body
 from .chat_prompt import render, template_of, template_options
 from .errors import invalid
-from .intake import in_thread
+from .intake import checked_token_ids, in_thread
 from .state import ServerState
-from .strict import parse, whole_numbers
+from .strict import parse
 from .token_bodies import Detokenize, TokenizeChat, TokenizeText
 from .tool_fields import checked_tools
 
@@ -52,11 +51,7 @@ def add_token_routes(app: FastAPI, state: ServerState) -> None:
         tokenizer = _tokenizer(state)
 
         def work() -> str:
-            tokens = whole_numbers(request.tokens)
-            try:
-                check_token_ids(tokens, state.model_config.vocab_size, name="tokens")
-            except ValueError as error:
-                raise invalid(str(error), "tokens") from None
+            tokens = checked_token_ids(request.tokens, state, "tokens", "tokens")
             return tokenizer.decode(tokens, skip_special_tokens=False)
 
         return JSONResponse({"prompt": await in_thread(work)})

@@ -64,5 +64,10 @@ def test_what_is_no_token_id_is_refused_by_place_and_value(bad: object) -> None:
     assert repr(bad) in str(refused.value)
 
 
+def test_an_id_of_thousands_of_digits_is_not_spelled_out() -> None:
+    with pytest.raises(ValueError, match=r"prompt_token_ids\.0 \(of 33220 bits\) is no token id"):
+        check_token_ids([10**10000], 512)
+
+
 def test_a_packed_prompt_is_its_ids() -> None:
     assert unpack(packed([0, 511, 2**31 - 1])).tolist() == [0, 511, 2**31 - 1]

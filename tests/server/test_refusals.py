@@ -107,7 +107,7 @@ def test_pool_is_named_when_it_sets_the_limit() -> None:
         ({"prompt": [5279552648203111001]}, "5279552648203111001"),
         ({"prompt": [-1]}, "-1"),
         ({"prompt": [1.5]}, "1.5"),
-        ({"prompt": [True]}, "True"),
+        ({"prompt": [True]}, "true"),
     ],
 )
 def test_mistakes_in_completions_are_named(body: Any, named: str | None) -> None:
@@ -133,6 +133,26 @@ def test_a_name_without_end_is_cut(where: Any) -> None:
     error = error_of(post(make_state(fake()), "/v1/completions", {"model": "gull", "prompt": "a", **where("z" * 9000)}))
     assert "z" * 80 + " is not a field that this server knows" in error["message"] and len(error["message"]) < 200
     assert len(error["param"]) == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/v1/completions", {"prompt": "a", "": 1}, '"" is not a field'),
+        ("/v1/completions", {"prompt": "a", "x\u009b\u202e": 1}, r'"x\u009b\u202e" is not a field'),
+        ("/v1/completions", {"prompt": [None]}, "prompt.0 is not a token id (an integer), got null"),
+        ("/v1/completions", {"prompt": [10**300]}, "prompt.0 (of 997 bits) is no token id of this model"),
+        ("/detokenize", {"tokens": [5, False]}, "tokens.1 is not a token id (an integer), got false"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": {}}]}]},
+         "messages.0.content.0.text must be a string, got {}"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [None]}]}, "content.0 is null; this server"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": ["x" * 9000]}]}]},
+         'of type ["xxx'),
+    ],
+)  # fmt: skip
+def test_a_refusal_shows_what_was_sent_as_json_and_short(path: str, body: dict[str, Any], says: str) -> None:
+    error = error_of(post(make_state(fake()), path, {"model": "gull"} | body))
+    assert says in error["message"] and len(error["message"]) < 250 and error["message"].isprintable()
 
 
 @pytest.mark.parametrize(
