@@ -35,6 +35,22 @@ const std::vector<Segment>& segments_of(const ExpertFfn& args, int64_t most) {
   return segments;
 }
 
+// For each row of the panel the first one that is of the same token, itself or one before it.
+const std::vector<int32_t>& first_rows(const ExpertFfn& args, const std::vector<Segment>& segments, int64_t row_tiles) {
+  static thread_local std::vector<int32_t> first, of_token;
+  of_token.clear();
+  first.resize(row_tiles * kRows);
+  for (const Segment& segment : segments)
+    for (int64_t row = 0; row < segment.rows; ++row) {
+      const size_t token = args.row_tokens[segment.row + row];
+      const auto place = static_cast<int32_t>(segment.tile * kRows + row);
+      if (token >= of_token.size()) of_token.resize(token + 1, -1);
+      if (of_token[token] < 0) of_token[token] = place;
+      first[place] = of_token[token];
+    }
+  return first;
+}
+
 inline f32x16 activate(f32x16 gate, f32x16 up, const ExpertFfn& args) {
   if (args.activation == kSilu) return silu(gate) * up;
   const f32x16 limit(args.limit);
@@ -158,12 +174,33 @@ void expert_ffn_in(Team& team, const ExpertFfn& args) {
         task(segments[i], row, static_cast<int>(std::min<int64_t>(kRows, segments[i].rows - row)));
     });
   };
-  each_row_tile([&](const Segment& segment, int64_t row, int rows) {
-    Format::prepare(panel, segment.tile + row / kRows, rows, width, [&](int r) {
-      const int64_t sorted = segment.row + row + r;
-      return args.x + (args.row_tokens ? args.row_tokens[sorted] : sorted) * args.x_stride;
+  const auto row_at = [&](int64_t sorted) {
+    return args.x + (args.row_tokens ? args.row_tokens[sorted] : sorted) * args.x_stride;
+  };
+  bool is_prepared = false;
+  if constexpr (Format::kTakesRowsWhole) {
+    // A token goes to several slots: its row is prepared once and copied. Few rows are not worth meeting once more.
+    if (args.row_tokens && segments.size() > 1 && args.rows > kFewRows) {
+      const auto& first = first_rows(args, segments, row_tiles);
+      const auto each_row = [&](auto&& task) {
+        each_row_tile([&](const Segment& segment, int64_t row, int rows) {
+          for (int64_t r = row; r < row + rows; ++r) task(segment.tile * kRows + r, segment.row + r);
+        });
+      };
+      each_row([&](int64_t place, int64_t sorted) {
+        if (first[place] == place) Format::prepare_row(panel, place, width, row_at(sorted));
+      });
+      each_row([&](int64_t place, int64_t) {
+        if (first[place] != place) Format::copy_row(panel, place, first[place]);
+      });
+      is_prepared = true;
+    }
+  }
+  if (!is_prepared)
+    each_row_tile([&](const Segment& segment, int64_t row, int rows) {
+      Format::prepare(panel, segment.tile + row / kRows, rows, width,
+                      [&](int r) { return row_at(segment.row + row + r); });
     });
-  });
   const auto multiply13 = [&](auto&& hidden_of) {
     each_block(team, segments, columns13, cut13.columns, [&](const Segment& segment, int64_t first, int64_t last) {
       using Hidden = decltype(hidden_of(segment));

@@ -34,7 +34,8 @@ constexpr int64_t kFewRows = 2 * kRows;  // so many are bound by memory
 
 // Weights and rows in bf16.
 struct Bf16 {
-  // True where a row must be known to its end before any of it can be prepared (its scale, say).
+  // True where a row must be known to its end before any of it can be prepared (its scale, say). Preparing is then work,
+  // so there are `prepare_row` and `copy_row` besides, for rows that come several times.
   static constexpr bool kTakesRowsWhole = false;
   // Column tiles that few rows are multiplied with at once: as many streams from memory.
   static constexpr int kStreams = 4;

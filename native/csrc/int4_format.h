@@ -53,6 +53,10 @@ struct Int4 {
   static void prepare(const Panel& panel, int64_t tile, int rows, int64_t k, RowAt&& row_at) {
     Int8::prepare(panel, tile, rows, k, row_at);
   }
+  static void prepare_row(const Panel& panel, int64_t place, int64_t k, const bf16* row) {
+    Int8::prepare_row(panel, place, k, row);
+  }
+  static void copy_row(const Panel& panel, int64_t place, int64_t source) { Int8::copy_row(panel, place, source); }
 
   struct Columns {
     Weights weights;        // from the first of these columns on

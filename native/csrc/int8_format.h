@@ -46,15 +46,29 @@ struct Int8 {
 
   template <class RowAt>
   static void prepare(const Panel& panel, int64_t tile, int rows, int64_t k, RowAt&& row_at) {
-    for (int r = 0; r < rows; ++r) {
-      const bf16* row = row_at(r);
-      for (int64_t i = 0; i < panel.depth; ++i) {
-        int8_t* to = panel.tile(tile) + i * kByteTile + r * kByteDepth;
-        const int64_t n = std::min<int64_t>(kByteDepth, k - i * kByteDepth), at = (tile * panel.depth + i) * kRows + r;
-        if (n < kByteDepth) std::memset(to, 0, kByteDepth);
-        panel.scales[at] = quantize_row(row + i * kByteDepth, n, [&](int64_t element) { return to + element; });
-        if (kBiased) panel.sums[at] = -128 * sum_bytes(to, kByteDepth);
-      }
+    for (int r = 0; r < rows; ++r) prepare_row(panel, tile * kRows + r, k, row_at(r));
+  }
+
+  // Row `place` of the panel, rows of all its tiles counted.
+  static void prepare_row(const Panel& panel, int64_t place, int64_t k, const bf16* row) {
+    const int64_t tile = place / kRows, r = place % kRows;
+    for (int64_t i = 0; i < panel.depth; ++i) {
+      int8_t* to = panel.tile(tile) + i * kByteTile + r * kByteDepth;
+      const int64_t n = std::min<int64_t>(kByteDepth, k - i * kByteDepth), at = (tile * panel.depth + i) * kRows + r;
+      if (n < kByteDepth) std::memset(to, 0, kByteDepth);
+      panel.scales[at] = quantize_row(row + i * kByteDepth, n, [&](int64_t element) { return to + element; });
+      if (kBiased) panel.sums[at] = -128 * sum_bytes(to, kByteDepth);
+    }
+  }
+
+  // The same for a row that stands at `source` already.
+  static void copy_row(const Panel& panel, int64_t place, int64_t source) {
+    int64_t at = place / kRows * panel.depth * kRows + place % kRows;
+    int64_t from = source / kRows * panel.depth * kRows + source % kRows;
+    for (int64_t i = 0; i < panel.depth; ++i, at += kRows, from += kRows) {
+      std::memcpy(panel.tiles + at * kByteDepth, panel.tiles + from * kByteDepth, kByteDepth);
+      panel.scales[at] = panel.scales[from];
+      if (kBiased) panel.sums[at] = panel.sums[from];
     }
   }
 

@@ -10,6 +10,7 @@ import torch
 
 from moewe.moe.experts import grouped_ffn
 from moewe.moe.gated import SILU, Activation, ExpertWeights
+from moewe.moe.native_experts import native_ffn
 from moewe.quant import PackedTensor, WeightScheme, down_scheme, quantize, weight_scheme
 from moewe.quant.reference import quantized_rows_reference
 from tests.support.native import needs_native, team_of
@@ -108,6 +109,32 @@ def test_a_row_has_the_same_bits_whatever_goes_with_it(shape: tuple[int, int], s
             for keep in (slice(None, None, 2), slice(5, 30), slice(23, None)):
                 some = torch.bincount(slots[keep], minlength=3)
                 assert_same(grouped_ffn(rows[keep], some, weights, SILU), alone[keep])
+
+
+@schemes
+@pytest.mark.parametrize("shape", [(640, 192), (40, 17)], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 5, 16, 40])
+def test_rows_of_a_token_that_goes_to_several_experts(
+    num_tokens: int, shape: tuple[int, int], scheme: WeightScheme
+) -> None:
+    weights, x = experts(5, shape, scheme), rows_of(num_tokens, shape[0])
+    made = torch.Generator().manual_seed(num_tokens)
+    chosen = torch.stack([torch.randperm(5, generator=made)[:3] for _ in range(num_tokens)])  # [T, K] slots
+    order = chosen.flatten().argsort(stable=True)
+    counts, row_tokens = torch.bincount(chosen.flatten(), minlength=5), (order // 3).int()
+    expected = grouped_ffn(x[row_tokens.long()], counts, weights, SILU)
+    others = rows_of(num_tokens * 4, shape[0])[-3 * num_tokens :]  # leave nothing in shared memory that could serve
+    for threads in (1, 2):
+        with team_of(threads):
+            grouped_ffn(others, counts, weights, SILU)
+            assert_same(native_ffn(x, weights, tokens_per_slot=counts, row_tokens=row_tokens), expected)
+            grouped_ffn(others, counts, weights, SILU)
+            # As others publish their rows: what this rank gets of them lies here and there.
+            apart = torch.full((3 * num_tokens + 7, shape[0]), torch.nan, dtype=torch.bfloat16)
+            places = torch.randperm(len(apart), generator=made)[:num_tokens]
+            apart[places] = x
+            there = places[row_tokens.long()].int()
+            assert_same(native_ffn(apart, weights, tokens_per_slot=counts, row_tokens=there), expected)
 
 
 @counts_of
