@@ -85,6 +85,7 @@ class AttentionBatch:
         prefills, decodes: together they cover each row exactly once; both may be empty. None for native attention.
         native: the rows as native attention wants them, instead of `prefills` and `decodes`.
         kv_tokens_read: tokens of KV that some row of a sequence sees in one layer, over all sequences (for telemetry).
+        pairs_scored: pairs of a row and a token that it sees, in one layer (likewise).
     """
 
     kind: str
@@ -93,4 +94,5 @@ class AttentionBatch:
     prefills: tuple[PrefillSegment, ...]
     decodes: tuple[DecodeBucket, ...]
     kv_tokens_read: int
+    pairs_scored: int
     native: NativeStep | None = None

@@ -80,10 +80,11 @@ def build_attention_batch(
     def move(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device, non_blocking=True)
 
-    prefills, read = [], 0
+    prefills, read, pairs = [], 0, 0
     for segment in segments:
         begin, end = segment.num_computed_tokens, segment.num_computed_tokens + segment.num_rows
         read += end - first_visible(kind, window, begin)
+        pairs += _pairs(kind, window, begin, end)
         for start, stop in pairwise(_edges(begin, end, window)):
             first = first_visible(kind, window, start) // block_size
             prefills.append(
@@ -99,7 +100,8 @@ def build_attention_batch(
     decodes = []
     if len(decode_lengths):
         visible = first_visible_rows(kind, window, decode_lengths - 1)
-        read += int((decode_lengths - visible).sum())
+        seen = int((decode_lengths - visible).sum())
+        read, pairs = read + seen, pairs + seen
         first_block, last_block = visible // block_size, (decode_lengths - 1) // block_size
         num_blocks = last_block - first_block + 1
         starts, stops = visible - first_block * block_size, decode_lengths - first_block * block_size  # in keys
@@ -113,10 +115,10 @@ def build_attention_batch(
             behind_start = bool(starts[members].any())
             if behind_start or num_keys != stops[members].min():
                 keys = move(np.arange(num_keys))
-                seen = keys < move(stops[members])[:, None]
+                is_seen = keys < move(stops[members])[:, None]
                 if behind_start:
-                    seen &= keys >= move(starts[members])[:, None]
-                mask = _mask(seen)[:, None, None]
+                    is_seen &= keys >= move(starts[members])[:, None]
+                mask = _mask(is_seen)[:, None, None]
             decodes.append(
                 DecodeBucket(
                     rows=move(members),
@@ -133,6 +135,7 @@ def build_attention_batch(
         prefills=tuple(prefills),
         decodes=tuple(decodes),
         kv_tokens_read=read,
+        pairs_scored=pairs,
     )
 
 
@@ -151,13 +154,14 @@ def build_native_batch(
     rows = np.arange(num_decodes)
     runs[:num_decodes] = np.stack([rows, np.ones_like(rows), decode_lengths - 1, rows * width], axis=1)
     tables, at = [decode_tables.ravel()], num_decodes * width
-    read = int((decode_lengths - first_visible_rows(kind, window, decode_lengths - 1)).sum())
+    read = pairs = int((decode_lengths - first_visible_rows(kind, window, decode_lengths - 1)).sum())
     for i, segment in enumerate(segments, num_decodes):
         position = segment.num_computed_tokens
         runs[i] = segment.row_start, segment.num_rows, position, at
         tables.append(segment.block_table)
         at += len(segment.block_table)
         read += position + segment.num_rows - first_visible(kind, window, position)
+        pairs += _pairs(kind, window, position, position + segment.num_rows)
     slots = torch.from_numpy(np.ascontiguousarray(slot_mapping, dtype=np.int64))
     return AttentionBatch(
         kind=kind,
@@ -166,6 +170,7 @@ def build_native_batch(
         prefills=(),
         decodes=(),
         kv_tokens_read=read,
+        pairs_scored=pairs,
         native=NativeStep(runs, np.concatenate(tables, dtype=np.int32, casting="same_kind"), slots),
     )
 
@@ -207,6 +212,7 @@ class NativeDecodes:
             prefills=(),
             decodes=(),
             kv_tokens_read=0,
+            pairs_scored=0,
             native=NativeStep(self._runs, tables, mapping),
         )
         self.advance()
@@ -218,7 +224,15 @@ class NativeDecodes:
         read = int(self._lengths.sum())
         if self._window:
             read -= int(first_visible_rows(self._kind, self._window, positions).sum())
-        self.batch.kv_tokens_read = read
+        self.batch.kv_tokens_read = self.batch.pairs_scored = read  # one row a sequence
+
+
+def _pairs(kind: str, window: int, begin: int, end: int) -> int:
+    """Return how many tokens the rows at positions [begin, end) of one sequence see, added up over the rows."""
+    pairs = (end - begin) * (begin + end + 1) // 2
+    if window:
+        pairs -= int(first_visible_rows(kind, window, np.arange(begin, end)).sum())
+    return pairs
 
 
 def _edges(begin: int, end: int, window: int) -> list[int]:

@@ -8,7 +8,7 @@ Shapes: T rows of this rank, S rows that sample, D width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -16,21 +16,19 @@ from ..attention.batch import AttentionBatch
 from ..attention.tensor_parallel import TensorParallelGroup
 from ..kvcache import KVStorage
 from ..moe.experts import gated_ffn
-from ..moe.layer import MoELayer, PassCounts, RoutingObserver
+from ..moe.layer import MoELayer, RoutingObserver
 from ..moe.wide_ep.exchanges.contract import Exchange
 from ..moe.wide_ep.placement import ExpertPlacement
-from ..quant import PackedTensor, embedding_rows, num_bytes
+from ..quant import PackedTensor, embedding_rows
 from ..quant import logits as head_logits
 from ..telemetry import RankCounters, RankProgress
 from .config import ModelConfig
 from .latent import LatentAttentionBlock
 from .layers import AttentionBlock, Norm, RowPositions, query_temperature
 from .native_layers import NativeLayers, can_fuse
+from .pass_counts import PassCounter
 from .rotary import Rotary
-from .weights import DenseFFN, LayerWeights, ModelWeights, held_bytes
-
-# Of a `LayerWeights`: what is not read by its attention.
-_FFN_FIELDS = ("post_attention_norm", "post_attention_norm_bias", "dense", "moe")
+from .weights import DenseFFN, ModelWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,12 +126,8 @@ class Decoder:
         self._native: NativeLayers | None = None
         self._native_storage: KVStorage | None = None  # for which `_native` was made, or found to be impossible
         moe_layers = [layer.moe for layer in self._layers if layer.moe is not None]
-        self._pass_counts = PassCounts(moe_layers) if moe_layers else None
-        self._attention_bytes = sum(map(_attention_bytes, weights.layers))
-        self._dense_bytes = sum(map(_dense_bytes, weights.layers))
-        self._dense_bytes += num_bytes(weights.final_norm, weights.final_norm_bias)
+        self._pass_counter = PassCounter(config, weights, moe_layers, counters)
         self._logits_room = self._logits_place = torch.empty(0, 0)
-        self._head_bytes = num_bytes(weights.head, weights.head_bias)
 
     @property
     def config(self) -> ModelConfig:
@@ -261,8 +255,7 @@ class Decoder:
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits of `hidden` [S, D]: [S, V] f32, in `out` where it is given and a kernel computes them."""
         config, weights = self._config, self._weights
-        if hidden.shape[0]:
-            self._counters.add_bytes("dense", self._head_bytes)
+        self._pass_counter.count_logits(hidden.shape[0])
         logits = head_logits(hidden, weights.head, weights.head_bias, out=out)
         if config.logits_multiplier != 1.0:
             logits = logits * config.logits_multiplier
@@ -295,33 +288,14 @@ class Decoder:
         return x + added
 
     def _count(self, batch: ForwardBatch, storage: KVStorage, x: torch.Tensor) -> None:
-        """Count what a pass read and wrote: all weights once but the head, experts that were hit, KV, activations."""
-        counters, num_rows = self._counters, x.shape[0]
-        if self._pass_counts is not None:
-            native = self._native
-            tokens_per_slot = (
-                native.tokens_per_slot if native is not None and native.whole and not self._is_observed else None
-            )
-            self._pass_counts.add(counters, has_rows=num_rows > 0, tokens_per_slot=tokens_per_slot)
+        """Count what a pass read, wrote, multiplied and sent; logits count when they are made."""
+        native = self._native
+        self._pass_counter.count(
+            x,
+            batch.input_ids.shape[0],
+            batch.attention,
+            storage.groups,
+            native.tokens_per_slot if native is not None and native.whole and not self._is_observed else None,
+        )
         traffic = self._exchange.take_traffic()
-        counters.add_exchange(traffic.num_bytes, traffic.seconds)
-        if self._ranks is not None:
-            counters.add_bytes("exchange", self._ranks.bytes_sent())
-        if num_attended := batch.input_ids.shape[0]:
-            counters.add_bytes("attention", self._attention_bytes)
-            for group, attention in zip(storage.groups, batch.attention, strict=True):
-                counters.add_bytes("kv", (attention.kv_tokens_read + num_attended) * group.bytes_per_token())
-        if not num_rows:
-            return
-        counters.add_bytes("dense", self._dense_bytes + num_bytes(x))  # x: embedding rows read
-        # The residual stream, read and written around each half of a layer; what a half keeps in cache is not counted.
-        counters.add_bytes("activations", 4 * len(self._layers) * num_bytes(x))
-
-
-def _attention_bytes(layer: LayerWeights) -> int:
-    return sum(held_bytes(getattr(layer, item.name)) for item in fields(layer) if item.name not in _FFN_FIELDS)
-
-
-def _dense_bytes(layer: LayerWeights) -> int:
-    """Weights of a layer that are neither attention's nor the MoE layer's own affair (it counts router and shared)."""
-    return num_bytes(layer.post_attention_norm, layer.post_attention_norm_bias) + held_bytes(layer.dense)
+        self._counters.add_exchange(traffic.num_bytes, traffic.seconds)

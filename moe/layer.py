@@ -7,6 +7,7 @@ Suffixes: T tokens of this rank, D width, E logical experts, K top-k, M rows rec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -114,8 +115,10 @@ class MoELayer:
     Attributes:
         tokens_per_slot: [S] i64, rows that reached each slot in the last call (`PassCounts` adds them up).
         observer: shown every choice of the router; None: nobody looks.
-        bytes_per_slot, router_bytes, shared_bytes: weights that a call reads: one slot's, the router's, the shared
-            experts'.
+        bytes_per_slot, router_bytes, shared_bytes: weights that a call reads: one slot's, the router's in the form that
+            is multiplied, the shared experts'.
+        flops_per_row, router_flops, shared_flops: operations of products: of a row with its expert, of a token with the
+            router and with the shared experts.
     """
 
     def __init__(
@@ -162,11 +165,17 @@ class MoELayer:
         self.observer: RoutingObserver | None = None
         self.tokens_per_slot = torch.zeros(num_slots, dtype=torch.int64)
         self.bytes_per_slot = weights.experts.bytes_per_slot
-        self.router_bytes = num_bytes(router, self._router_bias, weights.selection_bias)
-        self.shared_bytes = num_bytes(weights.shared_gate)
+        self.flops_per_row = 2 * sum(math.prod(part.shape[1:]) for part in (weights.experts.w13, weights.experts.w2))
+        multiplied = router if self._router_native is None else self._router_native.packed
+        self.router_bytes = num_bytes(multiplied, self._router_bias, weights.selection_bias)
+        self.router_flops = 2 * router.numel()
+        self.shared_bytes, self.shared_flops = num_bytes(weights.shared_gate), 0
+        if weights.shared_gate is not None:
+            self.shared_flops += 2 * weights.shared_gate.numel()
         if weights.shared is not None:
             shared = weights.shared
             self.shared_bytes += num_bytes(shared.w13, shared.w2, shared.b13, shared.b2)
+            self.shared_flops += 2 * sum(math.prod(part.shape) for part in (shared.w13, shared.w2))
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Return what the experts add to the residual: [T, D] -> [T, D]."""
@@ -276,7 +285,7 @@ class MoELayer:
 
 
 class PassCounts:
-    """Counts what a pass over all MoE layers of a rank reads: rows per slot, and weights.
+    """Counts what a pass over all MoE layers of a rank reads and multiplies: rows per slot, and weights.
 
     Args:
         layers: all MoE layers of the rank, in order.
@@ -285,15 +294,18 @@ class PassCounts:
     def __init__(self, layers: Sequence[MoELayer]) -> None:
         self._layers = layers
         self._bytes_per_slot = np.array([layer.bytes_per_slot for layer in layers])
+        self._flops_per_row = np.array([float(layer.flops_per_row) for layer in layers])
         self._router_bytes = sum(layer.router_bytes for layer in layers)
         self._shared_bytes = sum(layer.shared_bytes for layer in layers)
+        self._router_flops = sum(layer.router_flops for layer in layers)
+        self._shared_flops = sum(layer.shared_flops for layer in layers)
 
-    def add(self, counters: RankCounters, *, has_rows: bool, tokens_per_slot: np.ndarray | None = None) -> None:
+    def add(self, counters: RankCounters, *, num_rows: int, tokens_per_slot: np.ndarray | None = None) -> None:
         """Count one pass.
 
         Args:
             counters: of the rank.
-            has_rows: this rank had rows of its own, so routers and shared experts were read.
+            num_rows: this rank's own, which went through routers and shared experts.
             tokens_per_slot: [L_moe, S] i64, rows that reached each slot; None takes what the last call of each layer
                 left.
         """
@@ -302,6 +314,9 @@ class PassCounts:
         counters.add_expert_tokens(tokens_per_slot)
         slots_hit = np.add.reduce(tokens_per_slot != 0, axis=1)
         counters.add_bytes("routed", int(slots_hit @ self._bytes_per_slot))
-        if has_rows:
+        counters.add_flops("routed", float(tokens_per_slot.sum(axis=1) @ self._flops_per_row))
+        if num_rows:
             counters.add_bytes("dense", self._router_bytes)
             counters.add_bytes("shared", self._shared_bytes)
+            counters.add_flops("dense", num_rows * self._router_flops)
+            counters.add_flops("shared", num_rows * self._shared_flops)

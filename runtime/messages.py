@@ -140,7 +140,10 @@ class CounterRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Cumulative counters of one rank: telemetry.RankCounters, flattened row-major (runtime/metrics/stats.py)."""
 
     bytes_moved: bytes
+    flops: bytes
     busy_seconds: bytes
+    host_seconds: bytes
+    starved_seconds: bytes
     steps: bytes
     tokens: bytes
     expert_tokens: bytes

@@ -27,7 +27,7 @@ from ..moe.wide_ep.exchanges import Exchange, StepwiseExchange
 from ..moe.wide_ep.placement import ExpertPlacement
 from ..native.library import set_threads
 from ..quant import can_pack, parse_format, parse_kv_format, weight_scheme
-from ..telemetry import RankCounters, RankProgress
+from ..telemetry import RankCounters, RankProgress, StepClock
 from .config import EngineConfig
 from .kv_layout import kv_layout, step_limits
 from .messages import KVAllocated, Loaded
@@ -49,6 +49,7 @@ from .ranks.choice import Choice, agree
 from .ranks.finish import Committed
 from .ranks.logit_edits import LogitEdits, edited
 from .ranks.memory import blocks_that_fit, matrix_rates, read_bandwidth
+from .ranks.metered import metered
 from .ranks.reports import chosen_logprobs, prompt_logprobs
 from .ranks.routing_log import RoutingLog
 from .ranks.row_scan import RowScanner
@@ -105,7 +106,7 @@ class Worker:
     ) -> None:
         self.config, self.rank, self.num_ranks = config, rank, num_ranks
         self.model_config = load_config(Path(config.model.path))
-        self._ranks, self._share = ranks, ALL_HEADS if ranks is None else ranks.share
+        self._ranks, self._share = metered(ranks, config, rank), ALL_HEADS if ranks is None else ranks.share
         self._own_config = local_config(self.model_config, self._share)
         self.number_format = parse_format(
             self.model_config.dtype if config.model.dtype == "auto" else config.model.dtype
@@ -113,6 +114,7 @@ class Worker:
         self.kv_format = parse_kv_format(config.cache.kv_cache_dtype, self.number_format)
         self.device = torch.device(config.parallel.device)
         self.counters = RankCounters(len(self.model_config.moe_layers), placement.num_local_slots(rank))
+        self._clock = StepClock(self.counters)
         self.observer: Observer | None = None
         self.routing_log: RoutingLog | None = None
         # Sequences that may grow beyond this length use other rotary frequencies from their first token on.
@@ -234,7 +236,7 @@ class Worker:
         Raises:
             RuntimeError: the engine and this rank disagree about what the step is.
         """
-        started = time.perf_counter()
+        self._clock.begin()
         self._check_header(header)
         self.batch.apply(plan, snapshot=header.snapshot)
         rows = self.batch.rows(plan.chunks, plan.held)
@@ -247,7 +249,9 @@ class Worker:
         self.counters.begin_step(header.kind, num_rows)
         inputs = self._inputs.of(rows)
         forward = inputs.forward
+        self._clock.inputs_ready()
         hidden = self.decoder.forward(forward, self.storage, before_layers)
+        self._clock.computed()
         if self.observer is not None:
             self.observer(forward, hidden, self.batch.sequence_ids[rows.row_slots])
         if self.routing_log is not None:
@@ -260,10 +264,12 @@ class Worker:
         all_well = bool(healthy.all())
         kept = self.batch.commit(rows, chosen, None if all_well else healthy)
         outcome = self._outcome(rows, chosen, kept, None if all_well else healthy)
-        busy = time.perf_counter() - started
-        self.counters.end_step(busy)
-        goes_on = not outcome.flags.any()
-        counters = self._due_counters(bool(rows.sample_slots.size) and goes_on)
+        if self._ranks is not None:
+            self.counters.add_exchange(*self._ranks.take())
+        none_ended = not outcome.flags.any()
+        goes_on = (none_ended and bool(rows.sample_slots.size)) or bool(self.batch.num_running)
+        busy = self._clock.end(goes_on=goes_on)
+        counters = self._due_counters(goes_on)
         if not self._share.is_first:  # the first of the attention replica tells what became of its sequences
             return RankResult(step=header.step, num_rows=num_rows, busy_seconds=busy, counters=counters)
         return RankResult(
@@ -271,7 +277,7 @@ class Worker:
             slots=inputs.slots if all_well else pack(outcome.slots),
             sequence_ids=inputs.sequence_ids if all_well else pack(self.batch.sequence_ids[outcome.slots], "<i8"),
             tokens=pack(outcome.tokens),
-            flags=b"" if goes_on else pack(outcome.flags, "u1"),
+            flags=b"" if none_ended else pack(outcome.flags, "u1"),
             counts=b"" if (outcome.counts == 1).all() else pack(outcome.counts),
             logprobs=choice.logprobs,
             prompt_logprobs=choice.prompt_logprobs,
@@ -285,6 +291,7 @@ class Worker:
         rows = inputs.rows
         sampled = hidden if inputs.samples_all else hidden[inputs.forward.sample_rows]
         logits = self.decoder.step_logits(sampled)
+        self._clock.computed()
         chosen, finite = self._scan_logits(logits)
         healthy = self._judge(rows, hidden, finite)
         logprobs: tuple[TokenLogprobs, ...] = ()
@@ -352,7 +359,7 @@ class Worker:
     def _due_counters(self, goes_on: bool) -> bytes:
         """Return the counters every quarter second, and when nothing runs any more; `goes_on` when something does."""
         self._counters_due = True
-        if time.monotonic() - self._counters_sent < COUNTERS_EVERY_S and (goes_on or self.batch.num_running):
+        if time.monotonic() - self._counters_sent < COUNTERS_EVERY_S and goes_on:
             return b""
         return self._encoded_counters()
 
@@ -378,11 +385,6 @@ class Worker:
         self.batch.apply(RankPlan(), snapshot=True)
         for group, blocks in enumerate(used):
             self.storage.zero_blocks(range(blocks), group)
-        for values in (self.counters.bytes_moved, self.counters.busy_seconds, self.counters.steps):
-            values[...] = 0
-        self.counters.tokens[...] = 0
-        self.counters.expert_tokens[...] = 0
-        self.counters.expert_decode_tokens[...] = 0
-        self.counters.exchange_bytes[...] = 0
-        self.counters.exchange_seconds[...] = 0
+        self.counters.clear()
+        self._clock = StepClock(self.counters)  # so that waiting for the first request is not waiting for a plan
         self._counters_due = False

@@ -3,6 +3,7 @@
 from .counters import COMPONENTS, PHASES, SCOPES, RankCounters
 from .memory import peak_of, peak_of_family
 from .progress import ProgressBoard, RankProgress
+from .step_clock import StepClock
 
 __all__ = [
     "COMPONENTS",
@@ -11,6 +12,7 @@ __all__ = [
     "ProgressBoard",
     "RankCounters",
     "RankProgress",
+    "StepClock",
     "peak_of",
     "peak_of_family",
 ]

@@ -1,14 +1,16 @@
-"""Counters that anyone may increment: bytes and tokens of one rank, by phase and component.
+"""Counters that anyone may increment: bytes, operations, time and tokens of one rank, by phase and component.
 
-Not an exporter and not a model of the hardware: numbers go in here and are read elsewhere.
-Units: bytes, seconds, tokens. Arrays: `bytes_moved` [phase, component] i64, `expert_tokens` and of it
-`expert_decode_tokens` [L_moe, P_local] i64, `exchange_bytes` i64 and `exchange_seconds` f64 [scope].
+Not an exporter and not a model of the hardware: numbers go in here and are read elsewhere. Counting is a handful of
+additions a step, whatever E and L are: what weights weigh is added up once, when they are loaded.
+Units: bytes, floating-point operations (a multiplication and an addition are two), seconds, tokens. Arrays:
+`bytes_moved` i64 and `flops` f64 [phase, component], `expert_tokens` and of it `expert_decode_tokens` [L_moe, P_local]
+i64, `exchange_bytes` i64 and `exchange_seconds` f64 [scope]; seconds of steps f64 [phase].
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -18,19 +20,30 @@ SCOPES = ("rank", "domain", "between")  # how far rows go: within the rank, with
 _PHASE = {name: i for i, name in enumerate(PHASES)}
 _DECODE = _PHASE["decode"]
 _COMPONENT = {name: i for i, name in enumerate(COMPONENTS)}
+_WRAP = (1 << 63) - 1  # bytes of some weeks at full speed: then the counter begins at 0 again, which readers know
 
 
 @dataclass
 class RankCounters:
     """All counters of one rank; every value only grows. One thread writes, any thread may read.
 
-    `dense` means every other weight that a step reads: embedding rows, norms, dense FFN, router, head.
+    `dense` means every other weight that a step reads: embedding rows, norms, dense FFN, router, head. As operations,
+    `attention` are its projections and `kv` its scores and sums of values; only products count, not norms and the like.
+
+    Attributes:
+        busy_seconds: from the first to the last operation of steps, waiting for other ranks within them included.
+        host_seconds: of that, before layers begin and after logits are there: plan, inputs, sampling, results.
+        starved_seconds: outside of steps: waiting for a plan while this rank had sequences to run. The phase is that
+            of the step which came. What is left of the clock, the rank had nothing to do.
     """
 
     num_moe_layers: int
     num_local_slots: int
     bytes_moved: np.ndarray = field(default_factory=lambda: np.zeros((len(PHASES), len(COMPONENTS)), np.int64))
+    flops: np.ndarray = field(default_factory=lambda: np.zeros((len(PHASES), len(COMPONENTS)), np.float64))
     busy_seconds: np.ndarray = field(default_factory=lambda: np.zeros(len(PHASES), np.float64))
+    host_seconds: np.ndarray = field(default_factory=lambda: np.zeros(len(PHASES), np.float64))
+    starved_seconds: np.ndarray = field(default_factory=lambda: np.zeros(len(PHASES), np.float64))
     steps: np.ndarray = field(default_factory=lambda: np.zeros(len(PHASES), np.int64))
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(len(PHASES), np.int64))
     exchange_bytes: np.ndarray = field(default_factory=lambda: np.zeros(len(SCOPES), np.int64))
@@ -44,6 +57,7 @@ class RankCounters:
         self.expert_tokens = np.zeros((self.num_moe_layers, self.num_local_slots), np.int64)
         self.expert_decode_tokens = np.zeros_like(self.expert_tokens)
         self._bytes = self.bytes_moved.reshape(-1).data  # faster than numpy for single numbers
+        self._flops: memoryview[float] = self.flops.reshape(-1).data  # type: ignore[assignment]
 
     def begin_step(self, phase: str, num_tokens: int) -> None:
         """Start a step of `phase` with `num_tokens` rows on this rank (0 for a rank that only keeps step)."""
@@ -53,7 +67,12 @@ class RankCounters:
 
     def add_bytes(self, component: str, num_bytes: int) -> None:
         """Count `num_bytes` read from or written to memory (for `exchange`: put on the link) by `component`."""
-        self._bytes[self.phase * len(COMPONENTS) + _COMPONENT[component]] += num_bytes
+        at = self.phase * len(COMPONENTS) + _COMPONENT[component]
+        self._bytes[at] = (self._bytes[at] + num_bytes) & _WRAP
+
+    def add_flops(self, component: str, num_flops: float) -> None:
+        """Count operations of matrix products over rows that were really run."""
+        self._flops[self.phase * len(COMPONENTS) + _COMPONENT[component]] += num_flops
 
     def add_exchange(self, num_bytes: Sequence[int], seconds: Sequence[float]) -> None:
         """Count what an exchange moved and how long it took, an entry a scope; what left the rank was on a link."""
@@ -67,6 +86,15 @@ class RankCounters:
         if self.phase == _DECODE:
             self.expert_decode_tokens += tokens_per_slot
 
-    def end_step(self, busy_seconds: float) -> None:
-        """Close the step that `begin_step` opened; `busy_seconds` is its time from first to last operation."""
+    def end_step(self, busy_seconds: float, host_seconds: float = 0.0, starved_seconds: float = 0.0) -> None:
+        """Close the step that `begin_step` opened; the attributes say what its times are."""
         self.busy_seconds[self.phase] += busy_seconds
+        self.host_seconds[self.phase] += host_seconds
+        self.starved_seconds[self.phase] += starved_seconds
+
+    def clear(self) -> None:
+        """Begin anew, at 0."""
+        for item in fields(self):
+            if isinstance(values := getattr(self, item.name), np.ndarray):
+                values[...] = 0
+        self.unowned_ids = 0

@@ -1,7 +1,8 @@
 """Counters of a rank from worker to metrics: bytes in a `RankResult`, `RankStats` in a `Stats`, arrays at the end.
 
 Not counting (telemetry.RankCounters) and not exporting (runtime/metrics/export.py): the two encodings between them.
-Units: bytes, seconds, tokens, all cumulative. Arrays travel row-major, little-endian: i64, and f64 for seconds.
+Units: bytes, operations, seconds, tokens, all cumulative. Arrays travel row-major, little-endian: i64, and f64 for
+seconds and operations.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ def encode_counters(counters: RankCounters) -> bytes:
     return _ENCODER.encode(
         CounterRecord(
             bytes_moved=pack(counters.bytes_moved, "<i8"),
+            flops=pack(counters.flops, "<f8"),
             busy_seconds=pack(counters.busy_seconds, "<f8"),
+            host_seconds=pack(counters.host_seconds, "<f8"),
+            starved_seconds=pack(counters.starved_seconds, "<f8"),
             steps=pack(counters.steps, "<i8"),
             tokens=pack(counters.tokens, "<i8"),
             expert_tokens=pack(counters.expert_tokens, "<i8"),
@@ -54,7 +58,10 @@ def decode_counters(stats: RankStats) -> RankCounters:
     num_slots = len(stats.expert_tokens) // 8 // stats.num_moe_layers if stats.num_moe_layers else 0
     counters = RankCounters(stats.num_moe_layers, num_slots, unowned_ids=stats.unowned_ids)
     counters.bytes_moved = unpack(stats.bytes_moved, "<i8").reshape(len(PHASES), len(COMPONENTS))
+    counters.flops = unpack(stats.flops, "<f8").reshape(len(PHASES), len(COMPONENTS))
     counters.busy_seconds = unpack(stats.busy_seconds, "<f8")
+    counters.host_seconds = unpack(stats.host_seconds, "<f8")
+    counters.starved_seconds = unpack(stats.starved_seconds, "<f8")
     counters.steps = unpack(stats.steps, "<i8")
     counters.tokens = unpack(stats.tokens, "<i8")
     counters.exchange_bytes = unpack(stats.exchange_bytes, "<i8")

@@ -160,6 +160,7 @@ def test_native_attention_is_told_runs_and_whole_tables() -> None:
     assert batch.native.tables.tolist() == [1, 2, 3, STALE, 7, 5, 9]
     assert batch.slot_mapping.tolist() == [0, 1, 2, 3, 4]
     assert batch.kv_tokens_read == 4 + 3 + 6  # tokens 2..5; 0..2; 3..8
+    assert batch.pairs_scored == 4 + 3 + 3 * 4
 
 
 @pytest.mark.parametrize(("kind", "window"), [("full", 0), ("window", 9), ("chunk", 8)])

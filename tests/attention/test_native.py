@@ -58,7 +58,7 @@ def test_random_steps(kind, window, block_size, heads, widths, segments, decodes
     scale = widths[0] ** -0.5
     sinks = torch.linspace(-3, 3, heads[0]) if "sinks" in options else None
     check(step, AttentionOptions(scale, OPTIONS[options][0], sinks))
-    assert step.batch.kv_tokens_read == step.tokens_seen()
+    assert step.batch.kv_tokens_read == step.tokens_seen() and step.batch.pairs_scored == step.pairs_scored()
 
 
 @given(

@@ -115,7 +115,7 @@ def test_random_steps(kind, window, block_size, segments, decodes, options, num_
     )
     step = make_step(shape, segments, decodes, seed=seed, stale="nothing" if seed % 2 else "foreign")
     check(step, options_of(options, 4))
-    assert step.batch.kv_tokens_read == step.tokens_seen()
+    assert step.batch.kv_tokens_read == step.tokens_seen() and step.batch.pairs_scored == step.pairs_scored()
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 7, 33])

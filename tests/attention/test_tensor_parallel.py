@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moewe.attention.tensor_parallel import HeadShare, TensorParallelGroup
+from moewe.attention.tensor_parallel_metered import MeteredGroup
 from moewe.attention.tensor_parallel_shm import ShmTensorParallelGroup, area_bytes, can_share, meet_at
 from moewe.attention.tensor_parallel_threads import ThreadTensorParallelHub
 from moewe.telemetry import ProgressBoard
@@ -75,6 +76,19 @@ def test_threads_join_rows_and_sums(size: int, dtype: torch.dtype) -> None:
             check_all(group, size, num_rows, dtype)
 
     assert run_ranks(ThreadTensorParallelHub(size, timeout_s=30), work) == [None] * size
+
+
+def test_a_metered_group_does_the_same_and_books_it_under_its_scope() -> None:
+    def work(group: TensorParallelGroup) -> None:
+        metered = MeteredGroup(group, "between")
+        check_all(metered, 2, 5, torch.float32)
+        assert metered.take()[1][:2] == [0, 0]
+        rows = metered.share.own_rows(values(0, 5, torch.float32))
+        metered.gather(rows, 5)
+        num_bytes, seconds = metered.take()
+        assert num_bytes == [0, 0, rows.nbytes] and seconds[2] > 0 and metered.take() == ([0, 0, 0], [0.0, 0.0, 0.0])
+
+    assert run_ranks(ThreadTensorParallelHub(2, timeout_s=30), work) == [None] * 2
 
 
 @needs_order

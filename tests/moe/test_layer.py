@@ -125,7 +125,7 @@ def test_layer_equals_the_global_view(lengths: tuple[int, ...], shared: bool) ->
     def work(rank: int, exchange: Exchange) -> tuple[torch.Tensor, RankCounters]:
         made, counters = layer(weights, placement, rank, exchange, board)
         output = made(inputs[rank])
-        PassCounts([made]).add(counters, has_rows=len(inputs[rank]) > 0)
+        PassCounts([made]).add(counters, num_rows=len(inputs[rank]))
         return output, counters
 
     results = run_ranks(placement.slot_ranges, work)
@@ -140,6 +140,10 @@ def test_layer_equals_the_global_view(lengths: tuple[int, ...], shared: bool) ->
         assert moved["routed"] == hits * 3 * WIDTH * FFN_WIDTH * 4
         assert moved["dense"] == (length > 0) * 4 * NUM_EXPERTS * (WIDTH + 1)
         assert moved["shared"] == (length > 0 and shared) * 4 * (6 * WIDTH * FFN_WIDTH + WIDTH)
+        flops = dict(zip(COMPONENTS, counters.flops.sum(0).tolist()))
+        assert flops["routed"] == counters.expert_tokens.sum() * 2 * 3 * WIDTH * FFN_WIDTH
+        assert flops["dense"] == length * 2 * NUM_EXPERTS * WIDTH
+        assert flops["shared"] == shared * length * 2 * (6 * WIDTH * FFN_WIDTH + WIDTH)
     assert (board.snapshot()[:, 1] == 4).all()  # before and after each of the two collectives
 
 
@@ -167,7 +171,7 @@ def test_without_debug_a_chosen_expert_without_owner_is_counted() -> None:  # P-
         "import torch; from tests.moe.test_layer import *;"
         "weights = all_weights(); weights.selection_bias = torch.tensor([0.0, 0, 9, 0, 0, 0]);"
         "made, counters = layer(weights, broken_placement(), 0, LocalExchange(6));"
-        "out = made(torch.randn(4, WIDTH)); PassCounts([made]).add(counters, has_rows=True);"
+        "out = made(torch.randn(4, WIDTH)); PassCounts([made]).add(counters, num_rows=4);"
         "ok = counters.unowned_ids == 4 and counters.expert_tokens.sum() == 8 and bool(out.isfinite().all());"
         "sys.exit(not ok)"
     )

@@ -94,6 +94,11 @@ class Step:
         ]
         return torch.stack(rows) if rows else torch.empty(0, self.shape.heads[0], self.shape.widths[1]).double()
 
+    def pairs_scored(self) -> int:
+        """Count the pairs of a row and a token that it sees."""
+        kind, window = self.shape.kind, self.shape.window
+        return sum(position + 1 - reference.first_seen(kind, window, position) for _, position in self.owners)
+
     def tokens_seen(self) -> int:
         """Count the tokens that some row of their sequence sees."""
         return len(
