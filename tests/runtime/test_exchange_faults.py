@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from moewe.moe.wide_ep import ShmExchange, ShmShape, linear_placement
-from moewe.moe.wide_ep.exchanges.shm import create_memory
 from moewe.runtime.worker import WARM_UP_TOKENS, Worker
 from moewe.telemetry import ProgressBoard
+from moewe.topologies.host_memory import create_memory
 from tests.support.fixtures import checkpoint
 from tests.support.native import needs_native
 from tests.support.setups import Setup
@@ -26,7 +26,7 @@ def loaded_worker(*, capacity: int, num_slots: int) -> Iterator[Worker]:
     path = checkpoint("T-QW3", dtype="bfloat16")
     config = Setup(dtype="bfloat16").engine_config(path)
     shape = ShmShape(slot_ranges=((0, num_slots),), capacity=capacity, top_k=2, width=64, dtype=torch.bfloat16)
-    fd = create_memory(shape)
+    fd = create_memory("exchange", shape.offsets()[-1])
     try:
         worker = Worker(
             config,
