@@ -153,7 +153,7 @@ class Metrics(Collector):
 
     def set_ready(self, replica: int, ready: Ready) -> None:
         """Note what a replica said when it was ready."""
-        self._replica(replica).ready = ready
+        self._replica(replica).begin(ready, time.monotonic())
 
     def observe_stats(self, replica: int, stats: Stats) -> None:
         """Note the latest statistics of a replica."""

@@ -1,24 +1,42 @@
 """Metrics of the ranks of one replica, from the statistics that its engine sends.
 
-Not the requests' side (runtime/metrics/export.py). Counters are exported as they come; ratios are taken over a moving
-window of one to two minutes, so that a scrape needs no state of its own.
-Units: bytes, seconds, tokens, blocks; ratios are fractions.
+Not the requests' side (runtime/metrics/export.py). Counters are exported as they come; ratios and verdicts are taken
+over a moving window of one to two minutes, so that a scrape needs no state of its own.
+Units: bytes, operations, seconds, tokens, blocks; ratios are fractions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ...moe.wide_ep.balancing import SlotWindow
 from ...telemetry import COMPONENTS, PHASES, SCOPES, RankCounters
 from ..messages import RankStats, Ready, Stats
-from .saturation import expert_imbalance, memory_bytes, saturation
+from .bound import BOUNDS, GroupSums, RankCeilings, RankSums, Verdict, judge, judge_all
+from .saturation import expert_imbalance, memory_bytes, s_mbu, s_mfu
 from .stats import decode_counters
 
 WINDOW_S = 60.0
 Sample = tuple[str, tuple[str, ...], float]
+# Steps of the last phase, `idle`, only empty batches: no rows, bytes or operations are theirs.
+_WORKING = PHASES[:-1]
+# What moves on links is counted by scope (moewe_exchange_bytes_total).
+_HELD_COMPONENTS = tuple(name for name in COMPONENTS if name != "exchange")
+_FLOP_COMPONENTS = ("attention", "routed", "shared", "dense", "kv")
+_BYTE_FORMATS = ("int8", "int4")  # multiplied as int8 numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reading:
+    """What was known at a time: counters by rank, and seconds of all requests together since the first reading."""
+
+    time: float
+    counters: list[RankCounters] = field(default_factory=list)
+    waiting_seconds: float = 0.0
+    running_seconds: float = 0.0
 
 
 class ReplicaMetrics:
@@ -26,31 +44,61 @@ class ReplicaMetrics:
 
     Args:
         replica: its number, a label.
+
+    Attributes:
+        verdicts: what binds each rank, by position; empty where a ceiling is not known.
+        overall: what binds the replica.
     """
 
     def __init__(self, replica: int) -> None:
         self.replica = replica
-        self.ready: Ready | None = None
+        self._forget(None)
+
+    def _forget(self, ready: Ready | None) -> None:
+        self.ready = ready
         self.stats: Stats | None = None
         self.ranks: list[RankStats] = []
         self.counters: list[RankCounters] = []
-        self._baseline: list[RankCounters] = []  # where the window begins
-        self._mark: list[RankCounters] = []  # where the next one will
-        self._mark_time = 0.0
+        self.verdicts: list[Verdict] = []
+        self.overall: Verdict | None = None
+        self._began: float | None = None
+        self._latest: _Reading | None = None
+        self._baseline: _Reading | None = None  # where the window begins
+        self._mark: _Reading | None = None  # where the next one will
         self.slots = SlotWindow(span_s=WINDOW_S, parts=1)  # of all ranks, side by side
+
+    def begin(self, ready: Ready, now: float) -> None:
+        """Take what an engine says when it is ready; whatever was before it, another one counted."""
+        self._forget(ready)
+        self._began = now
+        self._latest = self._baseline = _Reading(time=now)
 
     def observe(self, stats: Stats, now: float) -> None:
         """Take newer statistics; `now` is monotonic seconds."""
+        earlier, before = self._latest, self.stats
         self.stats = stats
         if not stats.ranks:
             return
         self.ranks = list(stats.ranks)
         self.counters = [decode_counters(rank) for rank in stats.ranks]
         self._observe_slots(now)
-        if not self._mark_time:
-            self._mark_time = now
-        elif now - self._mark_time >= WINDOW_S:
-            self._baseline, self._mark, self._mark_time = self._mark, self.counters, now
+        reading = _Reading(time=now, counters=self.counters)
+        if earlier is not None and before is not None:
+            passed = now - earlier.time
+            reading = _Reading(
+                time=now,
+                counters=self.counters,
+                waiting_seconds=earlier.waiting_seconds + passed * before.num_waiting,
+                running_seconds=earlier.running_seconds + passed * before.num_running,
+            )
+        self._latest = reading
+        if self._baseline is None:
+            self._baseline = _Reading(time=now)
+        if self._mark is None:
+            self._mark = reading
+        elif now - self._mark.time >= WINDOW_S:
+            self._baseline, self._mark = self._mark, reading
+        self._judge()
 
     def ceiling(self, rank: int) -> float:
         """Return the reading speed of a rank, bytes/s; 0 when unknown.
@@ -67,17 +115,38 @@ class ReplicaMetrics:
         common = set(rates[0]).intersection(*rates) if rates else set()
         return {name: sum(rank[name] for rank in rates) / len(rates) for name in sorted(common)}
 
-    def saturation(self, since: list[RankCounters] | None = None) -> np.ndarray:
-        """Return memory saturation, [rank, phase], since earlier counters (the start of the window when None)."""
-        since = self._baseline if since is None else since
-        ratios = np.zeros((len(self.counters), len(PHASES)))
-        for i, counters in enumerate(self.counters):
-            moved, busy = memory_bytes(counters.bytes_moved), counters.busy_seconds
-            if i < len(since):
-                moved, busy = moved - memory_bytes(since[i].bytes_moved), busy - since[i].busy_seconds
-            ceiling = self.ceiling(self.ranks[i].rank)
-            ratios[i] = [saturation(moved[p], busy[p], ceiling) for p in range(len(PHASES))]
-        return ratios
+    @property
+    def matrix_rate(self) -> float:
+        """The rate that bounds this model's products, operations/s: of int8 where most weights are int8 or int4."""
+        kinds = self.ready.weight_kinds if self.ready else ()
+        held, small = 0, 0
+        for name, num_bytes in (item for rank in kinds for item in rank.items()):
+            held += num_bytes
+            small += num_bytes if name.split("/")[-1] in _BYTE_FORMATS else 0
+        return self.matrix_rates().get("int8" if 2 * small > held else "bfloat16", 0.0)
+
+    def ceilings(self) -> RankCeilings | None:
+        """Return what a rank can do at best; None where something is not known."""
+        bandwidth, matrix_rate = self.ceiling(0), self.matrix_rate
+        if bandwidth <= 0 or matrix_rate <= 0:
+            return None
+        resident = any(rank.cache_resident for rank in self.ranks)
+        return RankCeilings(memory_bandwidth=bandwidth, matrix_rate=matrix_rate, cache_resident=resident)
+
+    def saturation(self) -> np.ndarray:
+        """Return S-MBU in the window, [rank, phase]."""
+        moved, busy = self._gains("bytes_moved"), self._gains("busy_seconds")
+        return np.array(
+            [
+                [s_mbu(*sums, self.ceiling(stats.rank)) for sums in zip(memory_bytes(m), b)]
+                for stats, m, b in zip(self.ranks, moved, busy)
+            ]
+        )
+
+    def compute_saturation(self) -> np.ndarray:
+        """Return S-MFU in the window, [rank, phase]."""
+        flops, busy, rate = self._gains("flops"), self._gains("busy_seconds"), self.matrix_rate
+        return np.array([[s_mfu(*sums, rate) for sums in zip(f.sum(axis=1), b)] for f, b in zip(flops, busy)])
 
     def overall_saturation(self, since: list[RankCounters]) -> float:
         """Return memory saturation over all ranks and phases since earlier counters (none: since start)."""
@@ -86,7 +155,47 @@ class ReplicaMetrics:
             earlier = since[i] if i < len(since) else RankCounters(0, 0)
             moved += float((memory_bytes(counters.bytes_moved) - memory_bytes(earlier.bytes_moved)).sum())
             busy += float((counters.busy_seconds - earlier.busy_seconds).sum()) * self.ceiling(self.ranks[i].rank)
-        return saturation(moved, busy, 1.0)
+        return s_mbu(moved, busy, 1.0)
+
+    def sums(self) -> GroupSums:
+        """Return what ranks and requests did in the window."""
+        first, last = self._baseline, self._latest
+        if first is None or last is None:
+            return GroupSums(wall_seconds=0.0, ranks=())
+        busy, host, starved = (self._gains(f"{name}_seconds") for name in ("busy", "host", "starved"))
+        moved, flops, collectives = self._gains("bytes_moved"), self._gains("flops"), self._gains("exchange_seconds")
+        return GroupSums(
+            wall_seconds=last.time - first.time,
+            ranks=tuple(
+                RankSums(
+                    busy_seconds=float(busy[i].sum()),
+                    host_seconds=float(host[i].sum()),
+                    collective_seconds=float(collectives[i][1:].sum()),
+                    starved_seconds=float(starved[i].sum()),
+                    memory_bytes=float(memory_bytes(moved[i]).sum()),
+                    flops=float(flops[i].sum()),
+                )
+                for i in range(len(self.counters))
+            ),
+            waiting_seconds=last.waiting_seconds - first.waiting_seconds,
+            running_seconds=last.running_seconds - first.running_seconds,
+        )
+
+    def _gains(self, name: str) -> list[np.ndarray]:
+        """Return by how much an array of counters grew in the window, by rank; what began anew is taken from 0."""
+        since = self._baseline.counters if self._baseline is not None else []
+        now = [getattr(counters, name) for counters in self.counters]
+        before = [getattr(counters, name) for counters in since[: len(now)]]
+        before += [np.zeros_like(values) for values in now[len(before) :]]
+        return [np.where(values < earlier, values, values - earlier) for values, earlier in zip(now, before)]
+
+    def _judge(self) -> None:
+        ceilings = self.ceilings()
+        if ceilings is None:
+            self.verdicts, self.overall = [], None
+            return
+        self.verdicts = judge(self.sums(), ceilings, [verdict.bound for verdict in self.verdicts])
+        self.overall = judge_all(self.verdicts, self.overall.bound if self.overall is not None else None)
 
     def samples(self) -> Iterator[Sample]:
         """Yield (name, label values, value) of every metric that has a `replica` label."""
@@ -104,18 +213,20 @@ class ReplicaMetrics:
                 yield "moewe_memory_bandwidth_ceiling_bytes_per_second", labels, self.ceiling(rank)
                 for name, rate in self.matrix_rates().items():
                     yield "moewe_matrix_rate_ceiling_operations_per_second", (*labels, name), rate
-            for rank, kinds in enumerate(self.ready.weight_kinds):
-                for name, held in kinds.items():
-                    yield "moewe_weight_kind_bytes", (replica, str(rank), *name.split("/")), held
+            for name in dict.fromkeys(name for kinds in self.ready.weight_kinds for name in kinds):
+                total = sum(kinds.get(name, 0) for kinds in self.ready.weight_kinds)
+                yield "moewe_weight_kind_bytes", (replica, *name.split("/")), total
             for rank, pool in enumerate(self.ready.kv_bytes):
                 for name, held in pool.items():
                     yield "moewe_kv_bytes", (replica, str(rank), name), held
         for stats, counters in zip(self.ranks, self.counters):
             yield from self._rank_samples(stats, counters)
-        ratios = self.saturation()
+        memory, compute = self.saturation(), self.compute_saturation()
         for i, stats in enumerate(self.ranks):
-            for p, phase in enumerate(PHASES):
-                yield "moewe_memory_saturation_ratio", (replica, str(stats.rank), phase), float(ratios[i, p])
+            for p, phase in enumerate(_WORKING):
+                yield "moewe_memory_saturation_ratio", (replica, str(stats.rank), phase), float(memory[i, p])
+                yield "moewe_compute_saturation_ratio", (replica, str(stats.rank), phase), float(compute[i, p])
+        yield from self._bound_samples()
         if self.counters:
             by_rank, by_slot = expert_imbalance(self._window_expert_tokens())
             yield "moewe_expert_imbalance_ratio", (replica, "rank"), by_rank
@@ -134,6 +245,23 @@ class ReplicaMetrics:
         bounds = np.cumsum([counters.num_local_slots for counters in self.counters])[:-1]
         return np.split(self.slots.tokens(), bounds, axis=1)
 
+    def _bound_samples(self) -> Iterator[Sample]:
+        replica = str(self.replica)
+        if self._began is not None and self._latest is not None:
+            yield "moewe_wall_seconds_total", (replica,), self._latest.time - self._began
+        if (ceilings := self.ceilings()) is not None:
+            yield "moewe_ridge_point_operations_per_byte", (replica,), ceilings.ridge_point
+        moved, flops = self._gains("bytes_moved"), self._gains("flops")
+        for p, phase in enumerate(_WORKING if moved else ()):
+            touched = float(sum(memory_bytes(values)[p] for values in moved))
+            intensity = float(sum(values[p].sum() for values in flops)) / touched if touched > 0 else 0.0
+            yield "moewe_arithmetic_intensity_operations_per_byte", (replica, phase), intensity
+        for stats, verdict in zip(self.ranks, self.verdicts):
+            yield "moewe_bound", (replica, str(stats.rank), verdict.bound), 1.0
+        if self.overall is not None:
+            for name in BOUNDS:
+                yield "moewe_bound_share_ratio", (replica, name), self.overall.shares[name]
+
     def _rank_samples(self, stats: RankStats, counters: RankCounters) -> Iterator[Sample]:
         labels = (str(self.replica), str(stats.rank))
         yield "moewe_kv_blocks_used", labels, stats.used_blocks
@@ -145,11 +273,16 @@ class ReplicaMetrics:
         for s, scope in enumerate(SCOPES):
             yield "moewe_exchange_bytes_total", (*labels, scope), float(counters.exchange_bytes[s])
             yield "moewe_exchange_seconds_total", (*labels, scope), float(counters.exchange_seconds[s])
+        yield "moewe_host_seconds_total", labels, float(counters.host_seconds.sum())
+        yield "moewe_starved_seconds_total", labels, float(counters.starved_seconds.sum())
+        for component in _FLOP_COMPONENTS:
+            flops = float(counters.flops[:, COMPONENTS.index(component)].sum())
+            yield "moewe_matrix_operations_total", (*labels, component), flops
         for p, phase in enumerate(PHASES):
             yield "moewe_steps_total", (*labels, phase), float(counters.steps[p])
-            yield "moewe_batch_tokens_total", (*labels, phase), float(counters.tokens[p])
             yield "moewe_busy_seconds_total", (*labels, phase), float(counters.busy_seconds[p])
-            for c, component in enumerate(COMPONENTS):
-                if counters.bytes_moved[p, c]:
-                    amount = float(counters.bytes_moved[p, c])
+        for p, phase in enumerate(_WORKING):
+            yield "moewe_batch_tokens_total", (*labels, phase), float(counters.tokens[p])
+            for component in _HELD_COMPONENTS:
+                if amount := float(counters.bytes_moved[p, COMPONENTS.index(component)]):
                     yield "moewe_memory_bytes_total", (*labels, phase, component), amount

@@ -1,7 +1,8 @@
-"""How close memory traffic comes to the ceiling of the machine, and how evenly experts are used: pure arithmetic.
+"""How close memory traffic and arithmetic come to the ceilings of the machine, and how evenly experts are used.
 
-Not a counter and not a measurement: bytes come from telemetry.RankCounters, ceilings from native/bandwidth.py.
-Units: bytes, seconds, bytes/s; ratios are fractions (1.0 is the ceiling, or perfect balance).
+Pure arithmetic, not a counter and not a measurement: bytes and operations come from telemetry.RankCounters, ceilings
+from native/. What binds is judged in bound.py. Units: bytes, operations, seconds; ratios are fractions (1.0 is the
+ceiling, or perfect balance).
 """
 
 from __future__ import annotations
@@ -30,15 +31,30 @@ def memory_bytes(bytes_moved: np.ndarray) -> np.ndarray:
     return total
 
 
-def saturation(num_bytes: float, busy_seconds: float, ceiling: float) -> float:
-    """Return bytes / (busy seconds x ceiling), or 0.0 when nothing ran or no ceiling is known.
+def s_mbu(memory_bytes: float, busy_seconds: float, bandwidth: float) -> float:
+    """Return the sparse memory bandwidth utilisation: bytes really touched over what could have been read meanwhile.
+
+    After MoE-CAP (arXiv 2412.07067): S-MBU = B_achieved / B_peak, B_achieved = (S_activated + S_KV) /
+    TPOT, where S_activated counts an expert of a layer once if any token of the batch activates it. Here for each rank,
+    with shared experts, dense layers, routers, norms and head; time is that of its steps, waiting for other ranks
+    included; the peak is the bandwidth measured at start. Over several steps both are summed before they are divided,
+    as there. 0 where nothing ran or no ceiling is known.
 
     Example:
         5e9 bytes in 0.5 busy seconds under a ceiling of 20e9 bytes/s give 0.5.
     """
-    if busy_seconds <= 0 or ceiling <= 0:
-        return 0.0
-    return float(num_bytes) / (busy_seconds * ceiling)
+    possible = busy_seconds * bandwidth
+    return memory_bytes / possible if possible > 0 else 0.0
+
+
+def s_mfu(flops: float, busy_seconds: float, matrix_rate: float) -> float:
+    """Return the sparse model FLOPs utilisation: operations of activated experts and all else over what could have run.
+
+    After MoE-CAP (as `s_mbu`): rows count with the experts that computed them, never with those that they did not
+    choose; here from rows really run, rank by rank. The peak is the rate of dense products measured at start.
+    """
+    possible = busy_seconds * matrix_rate
+    return flops / possible if possible > 0 else 0.0
 
 
 def imbalance(tokens: np.ndarray) -> float:

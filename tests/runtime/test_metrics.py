@@ -11,12 +11,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from moewe.runtime.messages import Delta, RankStats, Ready, Stats
+from moewe.runtime.metrics.bound import BOUNDS
 from moewe.runtime.metrics.export import Histogram, Metrics
 from moewe.runtime.metrics.ranks import WINDOW_S, ReplicaMetrics
-from moewe.runtime.metrics.saturation import expert_imbalance, imbalance, memory_bytes, saturation
+from moewe.runtime.metrics.saturation import expert_imbalance, imbalance, memory_bytes
 from moewe.runtime.metrics.stats import encode_counters, rank_stats
 from moewe.runtime.metrics.table import BY_NAME, METRICS, markdown_table
-from moewe.telemetry import RankCounters
+from moewe.telemetry import COMPONENTS, PHASES, RankCounters
 
 DECODE = 1
 
@@ -27,9 +28,11 @@ def counted(rank: int, steps: int) -> RankStats:
         counters.begin_step("decode", 3)
         counters.add_bytes("routed", 1_000)
         counters.add_bytes("kv", 500)
+        counters.add_flops("routed", 6_000.0)
+        counters.add_flops("kv", 1_500.0)
         counters.add_exchange((5, 4, 3), (0.25, 0.5, 1.0))
         counters.add_expert_tokens(np.array([[1 + rank, 1 + rank], [0, 0]]))
-        counters.end_step(0.5)
+        counters.end_step(0.5, 0.125, 0.0625)
     return rank_stats(rank, encode_counters(counters), used_blocks=3, total_blocks=12)
 
 
@@ -50,12 +53,6 @@ def stats(steps: int) -> Stats:
 def scrape(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     families = text_string_to_metric_families(metrics.render().decode())
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
-
-
-def test_saturation_is_bytes_over_busy_time_and_ceiling() -> None:
-    assert saturation(5e9, 0.5, 20e9) == 0.5
-    assert saturation(5e9, 0.0, 20e9) == 0.0
-    assert saturation(5e9, 0.5, 0.0) == 0.0
 
 
 def test_memory_bytes_leave_out_links_and_activations() -> None:
@@ -88,7 +85,10 @@ def test_ranks_are_exported_without_layers_or_experts() -> None:
     assert values["moewe_steps_total", decode] == 4
     assert values["moewe_batch_tokens_total", decode] == 12
     assert values["moewe_busy_seconds_total", decode] == 2.0
-    assert values["moewe_memory_bytes_total", (("component", "exchange"), *decode)] == 28
+    assert values["moewe_memory_bytes_total", (("component", "routed"), *decode)] == 4_000
+    assert ("moewe_memory_bytes_total", (("component", "exchange"), *decode)) not in values, "it has metrics of its own"
+    assert values["moewe_matrix_operations_total", (("component", "routed"), *rank1)] == 24_000
+    assert values["moewe_host_seconds_total", rank1] == 0.5 and values["moewe_starved_seconds_total", rank1] == 0.25
     for scope, num_bytes, seconds in (("rank", 20, 1), ("domain", 16, 2), ("between", 12, 4)):
         assert values["moewe_exchange_bytes_total", (*rank1, ("scope", scope))] == num_bytes
         assert values["moewe_exchange_seconds_total", (*rank1, ("scope", scope))] == seconds
@@ -98,15 +98,16 @@ def test_ranks_are_exported_without_layers_or_experts() -> None:
     assert values["moewe_requests_running", (("replica", "0"),)] == 2
     assert values["moewe_preemptions_total", (("replica", "0"),)] == 4
     assert values["moewe_weight_bytes", rank1] == 20
-    head = tuple(sorted([*rank1, ("kind", "head"), ("format", "int8")]))
-    assert values["moewe_weight_kind_bytes", head] == 15
+    for kind, held in (("head", "int8"), 15), (("routed", "int4"), 15):
+        labels = (("format", kind[1]), ("kind", kind[0]), ("replica", "0"))
+        assert values["moewe_weight_kind_bytes", labels] == held
     assert values["moewe_kv_bytes", tuple(sorted([*rank1, ("format", "fp8")]))] == 8
     assert not any(label in ("layer", "expert") for _, labels in values for label, _ in labels)
 
 
 def test_ratios_forget_what_is_older_than_two_windows() -> None:
     replica = ReplicaMetrics(0)
-    replica.ready = ready()
+    replica.begin(ready(), 0.0)
     replica.observe(stats(10), 1.0)
     assert replica.saturation()[0, DECODE] == pytest.approx(0.5 * 6_000 / 4_500)
     for window in range(1, 3):
@@ -185,3 +186,95 @@ def test_a_rank_that_has_not_counted_yet_leaves_the_window_alone() -> None:
     replica.observe(msgspec.structs.replace(stats(2), ranks=(counted(0, 2), silent)), 1.0)
     assert replica.slots.tokens().shape == (0, 0)
     assert ("moewe_expert_imbalance_ratio", ("0", "rank"), 0.0) in list(replica.samples())
+
+
+def begun(steps: int, *, wall: float) -> ReplicaMetrics:
+    """Two ranks that have decoded since a replica was ready, at a ridge point of 5/3 operations a byte."""
+    replica = ReplicaMetrics(0)
+    replica.begin(msgspec.structs.replace(ready(), matrix_rates=({"bfloat16": 9e3, "int8": 7.5e3},) * 2), 100.0)
+    replica.observe(stats(0), 100.0)
+    replica.observe(stats(steps), 100.0 + wall)
+    return replica
+
+
+def test_operations_stand_beside_bytes() -> None:
+    replica = begun(4, wall=2.5)
+    values = {(name, labels): value for name, labels, value in replica.samples()}
+    assert values["moewe_compute_saturation_ratio", ("0", "1", "decode")] == pytest.approx(
+        4 * 7_500 / (4 * 0.5 * 7_500)
+    )
+    assert values["moewe_arithmetic_intensity_operations_per_byte", ("0", "decode")] == 5.0
+    assert values["moewe_arithmetic_intensity_operations_per_byte", ("0", "prefill")] == 0.0
+    assert values["moewe_ridge_point_operations_per_byte", ("0",)] == pytest.approx(7_500 / 4_500)
+    assert values["moewe_wall_seconds_total", ("0",)] == 2.5
+
+
+def test_the_matrix_rate_is_that_of_the_format_most_weights_have() -> None:
+    replica = begun(1, wall=1.0)
+    assert replica.matrix_rate == 7.5e3
+    kinds = ({"routed/fp8_block": 10, "head/int8": 5},) * 2
+    replica.begin(msgspec.structs.replace(replica.ready, weight_kinds=kinds), 0.0)
+    assert replica.matrix_rate == 9e3
+
+
+def test_what_binds_is_exported_with_its_shares() -> None:
+    replica = begun(4, wall=40.0)
+    bound = {labels[1:]: value for name, labels, value in replica.samples() if name == "moewe_bound"}
+    assert bound == {("0", "idle"): 1.0, ("1", "idle"): 1.0}
+    shares = {labels[1]: value for name, labels, value in replica.samples() if name == "moewe_bound_share_ratio"}
+    assert tuple(shares) == BOUNDS
+    assert shares["idle"] == pytest.approx((40 - 4 * 0.5625) / 40) and shares["queue"] == pytest.approx(1 / 3)
+    assert sum(shares.values()) - shares["queue"] == pytest.approx(1)
+    replica.observe(stats(60), 142.0)  # the collectives of stats() take longer than its steps: all wait alike
+    assert replica.overall is not None and replica.overall.bound == "link"
+
+
+def test_without_a_ceiling_there_is_no_verdict() -> None:
+    replica = begun(4, wall=40.0)
+    assert replica.ready is not None
+    replica.begin(msgspec.structs.replace(replica.ready, matrix_rates=()), 200.0)
+    replica.observe(stats(4), 201.0)
+    names = {name for name, _, _ in replica.samples()}
+    assert not names & {"moewe_bound", "moewe_bound_share_ratio", "moewe_ridge_point_operations_per_byte"}
+    assert "moewe_compute_saturation_ratio" in names
+
+
+def test_an_engine_that_starts_again_is_counted_from_its_own_start() -> None:
+    replica = begun(40, wall=30.0)
+    replica.begin(ready(), 200.0)
+    replica.observe(stats(2), 210.0)
+    assert replica.saturation()[0, DECODE] == pytest.approx(2 * 1_500 / (2 * 0.5 * 4_500))
+    assert replica.sums().wall_seconds == 10.0 and replica.sums().waiting_seconds == 0
+
+
+@pytest.mark.parametrize(("layers", "experts"), [(1, 1), (58, 256), (94, 2048)])
+def test_a_rank_has_at_most_64_series_whatever_the_model(layers: int, experts: int) -> None:
+    """With all that there is: every phase, component, scope and kind of weights, in mixed formats."""
+    counters = RankCounters(layers, experts)
+    for phase in PHASES:
+        counters.begin_step(phase, 1)
+        for component in COMPONENTS:
+            counters.add_bytes(component, 1)
+            counters.add_flops(component, 1)
+        counters.add_exchange((1, 1, 1), (1.0, 1.0, 1.0))
+        counters.add_expert_tokens(np.ones((layers, experts), np.int64))
+        counters.end_step(1.0, 0.5, 0.5)
+    told = rank_stats(0, encode_counters(counters), used_blocks=1, total_blocks=2)
+    kinds = ("attention", "routed", "shared", "dense", "embedding", "head")
+    formats = ("bfloat16", "float32", "int8", "int4", "mxfp4", "fp8_block")
+    full = msgspec.structs.replace(
+        ready(), memory_bandwidth=(1.0,), weight_bytes=(36,), kv_bytes=({"fp8": 7},),
+        weight_kinds=({f"{kind}/{held}": 1 for kind in kinds for held in formats},),
+        matrix_rates=({"bfloat16": 9e3, "int8": 7.5e3},),
+    )  # fmt: skip
+    metrics = Metrics(version="1", model="m", topology="EP1DP1")
+    metrics.set_ready(0, full)
+    for _ in range(2):
+        metrics.observe_stats(0, msgspec.structs.replace(stats(1), ranks=(told,), running_per_rank=(1,)))
+    series = [labels for _, labels in scrape(metrics) if ("rank", "0") in labels]
+    assert 50 < len(series) <= 64
+
+
+def test_every_metric_says_what_to_do() -> None:
+    assert all(metric.when_high.endswith(".") and metric.meaning.endswith(".") for metric in METRICS)
+    assert len(BY_NAME) == len(METRICS)
