@@ -202,6 +202,18 @@ def _demo_checkpoint(
     return 0
 
 
+@app.command("monitoring")
+def _monitoring(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; made if it does not exist.")],
+) -> int:
+    """Write a Grafana dashboard and Prometheus alert rules for /metrics into DIR."""
+    from ..runtime.metrics.monitoring import write_monitoring
+
+    for path in write_monitoring(directory):
+        print(path)
+    return 0
+
+
 def _set_up_logging(level: str | None, form: str | None, *, quiet: bool) -> None:
     from ..telemetry.logs import FORMATS, LEVELS, hand_down, set_up_logs
 

@@ -150,6 +150,7 @@ HTTP_FLAGS = (
     _http("max-n", "int", "Choices (n) that one prompt of a request may have.", default="128"),
     _http("log-stats-interval", "float", "Seconds between lines of statistics while busy.",
           field="log_stats_interval_s", default="10"),
+    _http("metrics-compat", "text", "Show figures in /metrics under the names of vllm or sglang, too."),
     _http("tool-call-parser", "text",
           f"How the model writes calls of tools: auto (as its chat template does), none, {', '.join(TOOL_FORMATS)}.",
           aliases=("--tool-parser",), default="auto"),

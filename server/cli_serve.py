@@ -73,6 +73,11 @@ def server_options(http: dict[str, Any]) -> ServerOptions:
             raise ValueError(f"{name}={values[name]!r} is not allowed; use at least {least:g}, and a finite number")
     if values.get("max_n", 1) > MAX_CHOICES:
         raise ValueError(f"--max-n {values['max_n']} is not allowed; use at most {MAX_CHOICES}")
+    if (compat := values.get("metrics_compat")) is not None:
+        from ..runtime.metrics.compat import STYLES
+
+        if compat not in STYLES:
+            raise ValueError(f"--metrics-compat {compat!r} is not known; use {' or '.join(STYLES)}")
     output_format(values.get("tool_call_parser", "auto"), values.get("reasoning_parser", "auto"), None)
     keys = gather_keys(values.get("api_keys", ()), values.get("api_key_file"))
     return ServerOptions(**checked_origins(values) | {"api_keys": keys})

@@ -13,7 +13,7 @@ from typing import Any
 from .cli_options import ENGINE, HTTP_FLAGS, SHARED, TOOL, Flag, flags_of
 
 SERVER, DATA, LOAD, REQUESTS, OUTPUT = "Server to measure", "Data set", "Load", "Requests", "Output"
-RECORD = "Routing"
+RECORD, QUALITY = "Routing", "Quality"
 
 
 def _flag(name: str, kind: str, panel: str, help: str, **more: Any) -> Flag:
@@ -105,6 +105,16 @@ _BATCH = (
     _flag("input-file", "text", "Batch", "JSON lines with custom_id, method, url and body.", short="-i"),
     _flag("output-file", "text", "Batch", "JSON lines with custom_id, response and error; written anew.", short="-o"),
 )
+_EVAL = (
+    _flag("text", "text", QUALITY, "Text file (UTF-8) to read; best one that the model has not seen."),
+    _flag("context", "int", QUALITY, "Tokens of the pieces that the text is read in.", default="1024"),
+    _flag("most-tokens", "int", QUALITY, "Tokens of the text to read.", default="100000"),
+    _flag("against", "list", QUALITY, "FLAG=VALUE of a second run to compare with, such as quantization=int8 or "
+          "topology=EP2DP1; may be repeated."),
+    _flag("needle", "list", QUALITY, "Tokens of a prompt in which a number is hidden and asked for; may be repeated."),
+    _flag("needle-trials", "int", QUALITY, "Questions for each length and depth.", default="4"),
+    _flag("output-json", "text", OUTPUT, "File for settings and figures."),
+)  # fmt: skip
 _TOP = (
     _flag("url", "list", SERVER, "A server, with or without http:// and /v1; may be repeated, as may a word without "
           "--url.", default="http://127.0.0.1:8000"),
@@ -171,6 +181,12 @@ def _replay(settings: Any) -> int:
     return replay_file(settings.tool)
 
 
+def _eval(settings: Any) -> int:
+    from .eval.command import evaluate
+
+    return evaluate(settings)
+
+
 def _top(settings: Any) -> int:
     from .top.command import top
 
@@ -230,6 +246,13 @@ TOOLS = (
         flags=(*_REPLAY, *_GENERAL),
         run=_replay,
         takes_model=False,
+    ),
+    Tool(
+        name="eval",
+        help="Read a text and say what answers are worth: perplexity, agreement with another format or topology, "
+        "numbers found in long prompts.",
+        flags=(*_EVAL, *flags_of(ENGINE, SHARED)),
+        run=_eval,
     ),
     Tool(
         name="top",

@@ -32,6 +32,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         max_body_bytes: larger request bodies are refused unread.
         max_n: choices that one prompt may have.
         log_stats_interval_s: a line of statistics this often while busy.
+        metrics_compat: /metrics has our figures under the names of this server, too: vllm or sglang.
         tool_call_parser, reasoning_parser: formats of text/parsers, `auto` by the chat template, or `none`.
         enable_auto_tool_choice: as with vLLM; calls are read whenever a format is known, so it changes nothing.
     """
@@ -54,6 +55,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 16 * 1024 * 1024
     max_n: int = MAX_CHOICES
     log_stats_interval_s: float = 10.0
+    metrics_compat: str | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     enable_auto_tool_choice: bool = False

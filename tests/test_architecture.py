@@ -40,6 +40,7 @@ INNER = {
     "models.demo": "models",
     "server.bench": "server",
     "server.top": "server",
+    "server.eval": "server",
     "text.parsers": "text",
     "runtime.scheduling": "runtime",
     "runtime.ranks": "runtime",

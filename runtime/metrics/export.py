@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector
 
 from ...telemetry import peak_of
 from ..messages import Delta, Ready, Stats
+from .compat import foreign_families
 from .ranks import ReplicaMetrics
 from .table import BY_NAME
 
@@ -89,10 +90,12 @@ class Metrics(Collector):
 
     Args:
         version, model, topology: labels of `moewe_info`.
+        compat: a key of `compat.STYLES`: the same figures under the names of another server, too.
     """
 
-    def __init__(self, *, version: str, model: str, topology: str) -> None:
+    def __init__(self, *, version: str, model: str, topology: str, compat: str | None = None) -> None:
         self._info = (version, model, topology)
+        self._compat = compat
         self.ready = False
         self.totals = Totals()
         self.replicas: dict[int, ReplicaMetrics] = {}
@@ -198,3 +201,6 @@ class Metrics(Collector):
                 for labels, value in values[metric.name]:
                     plain.add_metric(labels, value)
                 yield plain
+        if self._compat is not None:
+            histograms = {name: (each.cumulative(), each.total) for name, each in self._histograms.items()}
+            yield from foreign_families(self._compat, self._info[1], values, histograms)

@@ -1,0 +1,213 @@
+"""What a dashboard shows of a server and when it should call somebody: panels and alert rules, as tables.
+
+Not a file format (runtime/metrics/monitoring.py writes those) and not the metrics (runtime/metrics/table.py).
+Expressions are PromQL; `$instance` and `$interval` are filled in by the dashboard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_ONE = 'instance=~"$instance"'
+_RATE = "[$__rate_interval]"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture.
+
+    Attributes:
+        title: above it.
+        unit: of Grafana: `s`, `percentunit`, `bytes`, `Bps`, `short`.
+        lines: (PromQL, legend) of each line.
+        advice: what to do when it is high; beside the meaning of its metrics.
+    """
+
+    title: str
+    unit: str
+    lines: tuple[tuple[str, str], ...]
+    advice: str
+
+
+@dataclass(frozen=True)
+class Alert:
+    """One rule.
+
+    Attributes:
+        name: in CamelCase.
+        expression: PromQL that has a result while something is wrong.
+        lasting: how long that must last, as Prometheus writes it.
+        severity: `critical` (people are not served) or `warning`.
+        summary: one line; labels as {{ $labels.x }}.
+        advice: what to do.
+    """
+
+    name: str
+    expression: str
+    lasting: str
+    severity: str
+    summary: str
+    advice: str
+
+
+def _quantiles(metric: str) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (f"histogram_quantile({share}, sum by (le, instance) (rate({metric}_bucket{{{_ONE}}}{_RATE})))", f"p{name}")
+        for share, name in ((0.5, 50), (0.95, 95), (0.99, 99))
+    )
+
+
+def _rate(metric: str, *by: str, **only: str) -> str:
+    labels = ",".join([_ONE, *(f'{name}="{value}"' for name, value in only.items())])
+    return f"sum by ({', '.join(('instance', *by))}) (rate({metric}{{{labels}}}{_RATE}))"
+
+
+ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
+    (
+        "Requests",
+        (
+            Panel("Requests", "short", (
+                (f"moewe_requests_running{{{_ONE}}}", "running {{replica}}"),
+                (f"moewe_requests_waiting{{{_ONE}}}", "waiting {{replica}}"),
+            ), "Waiting while few run: KV or --max-num-seqs is the limit. Waiting while many run: add replicas."),
+            Panel("Time to first token", "s", _quantiles("moewe_time_to_first_token_seconds"),
+                  "Compare with queue time: if they are alike, capacity is short; else prompts are long."),
+            Panel("Inter-token latency", "s", _quantiles("moewe_inter_token_latency_seconds"),
+                  "Saturated memory: fewer bytes (int8, int4) or wider EP. Else: look at imbalance, links, the host."),
+            Panel("Time per output token, whole requests", "s", _quantiles("moewe_time_per_output_token_seconds"),
+                  "As inter-token latency; stalls of single tokens are averaged out."),
+            Panel("Request duration", "s", _quantiles("moewe_request_duration_seconds"),
+                  "Mostly the number of tokens asked for."),
+            Panel("Queue time", "s", _quantiles("moewe_queue_time_seconds"),
+                  "More replicas, more KV, or fewer requests."),
+            Panel("Prompts that ended", "short", (
+                (_rate("moewe_requests_finished_total", "reason"), "{{reason}}"),
+                (_rate("moewe_request_errors_total", "status"), "refused {{status}}"),
+            ), "Errors have a line in the log each, with the request's id."),
+        ),
+    ),
+    (
+        "Throughput",
+        (
+            Panel("Tokens a second", "short", (
+                (_rate("moewe_generation_tokens_total"), "generated"),
+                (_rate("moewe_prompt_tokens_total"), "prompt"),
+            ), "Set beside saturation: tokens can grow until memory is full."),
+            Panel("Rows of a step", "short", (
+                (f"{_rate('moewe_batch_tokens_total', 'replica', 'rank', 'phase')} / "
+                 f"{_rate('moewe_steps_total', 'replica', 'rank', 'phase')}", "{{replica}}.{{rank}} {{phase}}"),
+            ), "Decode steps with few rows read all weights for few tokens."),
+            Panel("Running requests of a rank", "short", (
+                (f"moewe_rank_requests_running{{{_ONE}}}", "{{replica}}.{{rank}}"),
+            ), "Uneven ranks wait for each other."),
+        ),
+    ),
+    (
+        "Memory bandwidth",
+        (
+            Panel("Saturation while busy", "percentunit", (
+                (f"moewe_memory_saturation_ratio{{{_ONE},phase=\"decode\"}}", "decode {{replica}}.{{rank}}"),
+                (f"moewe_memory_saturation_ratio{{{_ONE},phase=\"mixed\"}}", "mixed {{replica}}.{{rank}}"),
+            ), "Near 1 decode is as fast as memory lets it be. Means nothing where the weights are cache resident."),
+            Panel("Bytes a second by component", "Bps", (
+                (_rate("moewe_memory_bytes_total", "component"), "{{component}}"),
+            ), "What fills memory: routed experts shrink with wider EP, KV with a smaller format."),
+            Panel("Ceilings", "Bps", (
+                (f"moewe_memory_bandwidth_ceiling_bytes_per_second{{{_ONE}}}", "{{replica}}.{{rank}}"),
+            ), "Measured at the start; lower than usual: something else uses the machine's memory."),
+            Panel("Matrix rate in cache", "short", (
+                (f"moewe_matrix_rate_ceiling_operations_per_second{{{_ONE}}}", "{{replica}}.{{rank}} {{format}}"),
+            ), "Measured at the start; prompts are bound by it."),
+            Panel("Busy", "percentunit", (
+                (_rate("moewe_busy_seconds_total", "replica", "rank"), "{{replica}}.{{rank}}"),
+            ), "Well below 1 with requests running: ranks wait for the host."),
+            Panel("Weights fit the cache", "short", (
+                (f"moewe_cache_resident{{{_ONE}}}", "{{replica}}.{{rank}}"),
+            ), "1: ignore saturation."),
+        ),
+    ),
+    (
+        "Memory",
+        (
+            Panel("KV usage", "percentunit", (
+                (f"moewe_kv_usage_ratio{{{_ONE}}}", "{{replica}}.{{rank}}"),
+            ), "Near 1 requests are preempted: --kv-cache-dtype, a smaller --max-num-seqs, or more memory."),
+            Panel("KV blocks", "short", (
+                (f"moewe_kv_blocks_used{{{_ONE}}}", "used {{replica}}.{{rank}}"),
+                (f"moewe_kv_blocks{{{_ONE}}}", "all {{replica}}.{{rank}}"),
+            ), "As KV usage."),
+            Panel("Preemptions", "short", (
+                (_rate("moewe_preemptions_total", "replica"), "{{replica}}"),
+            ), "Work is done twice: more KV, or fewer sequences at once."),
+            Panel("What is held", "bytes", (
+                (f"sum by (instance, kind, format) (moewe_weight_kind_bytes{{{_ONE}}})", "{{kind}} {{format}}"),
+                (f"sum by (instance, format) (moewe_kv_bytes{{{_ONE}}})", "KV {{format}}"),
+            ), "Weights by kind, and the pool of KV."),
+            Panel("Weights of a rank", "bytes", (
+                (f"moewe_weight_bytes{{{_ONE}}}", "{{replica}}.{{rank}}"),
+            ), "Unequal where experts do not divide."),
+            Panel("Peak host memory", "bytes", (
+                (f"moewe_peak_memory_bytes{{{_ONE}}}", "all processes"),
+            ), "Grows without more requests: report it."),
+        ),
+    ),
+    (
+        "Experts and links",
+        (
+            Panel("Imbalance", "short", (
+                (f"moewe_expert_imbalance_ratio{{{_ONE}}}", "{{scope}} {{replica}}"),
+            ), "Ranks above 1.2: redundant slots (red=) and --eplb; a layer waits for its fullest rank."),
+            Panel("Rows of experts", "short", (
+                (_rate("moewe_expert_tokens_total", "replica", "rank"), "{{replica}}.{{rank}}"),
+            ), "As imbalance, rank by rank."),
+            Panel("Bytes on links", "Bps", (
+                (_rate("moewe_exchange_bytes_total", "scope"), "{{scope}}"),
+            ), "`between` domains is the slow one: EP inside a domain, or the hierarchical exchange."),
+            Panel("Time in collectives", "percentunit", (
+                (_rate("moewe_exchange_seconds_total", "replica", "rank", "scope"), "{{replica}}.{{rank}} {{scope}}"),
+            ), "Waiting for slower ranks counts: look at imbalance first."),
+            Panel("Choices that no slot holds", "short", (
+                (_rate("moewe_unowned_expert_ids_total", "replica", "rank"), "{{replica}}.{{rank}}"),
+            ), "Always 0, or a bug: report it."),
+        ),
+    ),
+)  # fmt: skip
+
+ALERTS = (
+    Alert("MoeweNotReady", "moewe_ready == 0", "5m", "critical", "{{ $labels.instance }} takes no requests",
+          "It loads, drains or has failed: `/v1/topology` says which, the log says why."),
+    Alert("MoeweErrors",
+          'sum by (instance) (rate(moewe_requests_finished_total{reason="error"}[5m])) > '
+          "0.01 * sum by (instance) (rate(moewe_requests_finished_total[5m]))", "5m", "critical",
+          "{{ $labels.instance }}: more than 1 % of prompts end in an error",
+          "Each has a line in the log with the request's id; a rank that was lost is named there."),
+    Alert("MoeweUnownedExperts", "increase(moewe_unowned_expert_ids_total[10m]) > 0", "0m", "critical",
+          "{{ $labels.instance }}: rank {{ $labels.rank }} met choices that no expert slot holds",
+          "Answers may be wrong: restart, and report it."),
+    Alert("MoeweQueueGrows", "sum by (instance) (moewe_requests_waiting) > sum by (instance) (moewe_requests_running)",
+          "10m", "warning", "{{ $labels.instance }}: more requests wait than run",
+          "More replicas (DP), more KV, or a limit in front (--max-queued-requests answers 429 sooner)."),
+    Alert("MoeweSlowFirstToken",
+          "histogram_quantile(0.95, sum by (le, instance) (rate(moewe_time_to_first_token_seconds_bucket[10m]))) > 10",
+          "10m", "warning", "{{ $labels.instance }}: one first token in twenty takes over 10 s",
+          "Compare with queue time; choose the limit to your own promise."),
+    Alert("MoeweKVFull", "moewe_kv_usage_ratio > 0.95", "10m", "warning",
+          "{{ $labels.instance }}: KV of rank {{ $labels.rank }} is full",
+          "--kv-cache-dtype fp8 or int8 doubles the blocks; fewer --max-num-seqs preempt less."),
+    Alert("MoewePreempting", "rate(moewe_preemptions_total[10m]) > 0.1", "10m", "warning",
+          "{{ $labels.instance }} preempts requests all the time", "As MoeweKVFull: work is done twice."),
+    Alert("MoeweExpertsUneven",
+          'moewe_expert_imbalance_ratio{scope="rank"} > 1.5 and on (instance, replica) moewe_requests_running > 0',
+          "15m", "warning", "{{ $labels.instance }}: a rank of replica {{ $labels.replica }} has 1.5 times the mean",
+          "Redundant slots (red=) and --eplb; docs/balancing.md."),
+    Alert("MoeweStarvedByHost",
+          "sum by (instance, replica, rank) (rate(moewe_busy_seconds_total[10m])) < 0.5 and "
+          "on (instance, replica, rank) moewe_rank_requests_running > 0", "15m", "warning",
+          "{{ $labels.instance }}: rank {{ $labels.rank }} has requests and stands still half of the time",
+          "The host is too slow: more cores for the server, or fewer processes beside it."),
+    Alert("MoeweMemorySaturated",
+          'moewe_memory_saturation_ratio{phase="decode"} > 0.9 '
+          "unless on (instance, replica, rank) moewe_cache_resident == 1",
+          "15m", "warning", "{{ $labels.instance }}: decode of rank {{ $labels.rank }} is at the ceiling of memory",
+          "Nothing is wrong; more tokens/s need fewer bytes (int8, int4, fp8 KV) or more ranks and replicas."),
+)  # fmt: skip

@@ -1,0 +1,83 @@
+"""The dashboard and the alert rules: metrics and labels that exist, in files that tools take."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moewe.runtime.metrics.monitoring import alert_rules, dashboard, metrics_of, write_monitoring
+from moewe.runtime.metrics.panels import ALERTS, ROWS
+from moewe.runtime.metrics.table import BY_NAME
+
+EXPRESSIONS = [(panel.title, expression) for _, row in ROWS for panel in row for expression, _ in panel.lines]
+EXPRESSIONS += [(alert.name, alert.expression) for alert in ALERTS]
+# Of the scrape, not of the metric.
+OF_PROMETHEUS = {"instance", "le"}
+
+
+@pytest.mark.parametrize(("title", "expression"), EXPRESSIONS)
+def test_expressions_name_metrics_and_labels_that_exist(title: str, expression: str) -> None:
+    names = metrics_of(expression)
+    assert names and set(names) <= set(BY_NAME), (title, names)
+    labels = {label for name in names for label in BY_NAME[name].labels} | OF_PROMETHEUS
+    asked = set(re.findall(r"(\w+)=~?\"", expression))
+    for group in re.findall(r"(?:by|on) \(([^)]*)\)", expression):
+        asked |= set(group.split(", "))
+    assert asked <= labels, (title, asked - labels)
+    for name in names:
+        counts = BY_NAME[name].kind == "counter"
+        assert counts == bool(re.search(rf"(?:rate|increase)\({name}\b", expression)), (title, name)
+
+
+def test_every_metric_is_on_the_dashboard() -> None:
+    shown = {
+        name for _, row in ROWS for panel in row for expression, _ in panel.lines for name in metrics_of(expression)
+    }
+    assert set(BY_NAME) - shown == {"moewe_info", "moewe_ready"}  # the list of servers, and an alert
+
+
+def test_the_dashboard_is_a_document_of_grafana() -> None:
+    document = json.loads(dashboard())
+    panels = [panel for panel in document["panels"] if panel["type"] != "row"]
+    assert len({panel["id"] for panel in document["panels"]}) == len(document["panels"])
+    for panel in panels:
+        assert panel["description"] and panel["targets"] and panel["datasource"]["uid"] == "${datasource}"
+    taken: set[tuple[int, int]] = set()
+    for panel in document["panels"]:
+        place = panel["gridPos"]
+        cells = {(place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"])}
+        assert not cells & taken and place["x"] + place["w"] <= 24, panel["title"]
+        taken |= cells
+
+
+def test_alerts_say_what_to_do() -> None:
+    rules = yaml.safe_load(alert_rules())["groups"][0]["rules"]
+    assert [rule["alert"] for rule in rules] == [alert.name for alert in ALERTS]
+    for rule in rules:
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert rule["annotations"]["summary"] and rule["annotations"]["description"]
+
+
+def test_files_are_written_and_said(tmp_path: Path) -> None:
+    written = write_monitoring(tmp_path / "new")
+    assert [path.name for path in written] == ["moewe-dashboard.json", "moewe-alerts.yml"]
+    assert written[0].read_text() == dashboard() and written[1].read_text() == alert_rules()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"file' cannot be written"):
+        write_monitoring(tmp_path / "file")
+
+
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool (of Debian's package prometheus) is not installed"
+)
+def test_promtool_takes_the_rules(tmp_path: Path) -> None:
+    rules = write_monitoring(tmp_path)[1]
+    done = subprocess.run(["promtool", "check", "rules", str(rules)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(ALERTS)} rules found" in done.stdout
