@@ -22,6 +22,7 @@ from ..moe.wide_ep.placement import ExpertPlacement
 from ..quant import PackedTensor, embedding_rows
 from ..quant import logits as head_logits
 from ..telemetry import RankCounters, RankProgress
+from ..topologies.overlap_choice import NOTHING
 from .config import ModelConfig
 from .latent import LatentAttentionBlock
 from .layers import AttentionBlock, Norm, RowPositions, query_temperature
@@ -135,7 +136,12 @@ class Decoder:
         return self._config
 
     def forward(
-        self, batch: ForwardBatch, storage: KVStorage, before_layers: Callable[[], None] | None = None
+        self,
+        batch: ForwardBatch,
+        storage: KVStorage,
+        before_layers: Callable[[], None] | None = None,
+        *,
+        overlap: str = NOTHING,
     ) -> torch.Tensor:
         """Run the rows of this rank through all layers, writing their K and V.
 
@@ -146,6 +152,7 @@ class Decoder:
             batch: the rows.
             storage: of this rank's KV.
             before_layers: called once, when all that layers need is there.
+            overlap: what MoE layers run while rows travel, the same on all ranks; see `MoELayer`.
 
         Returns:
             [T, D] hidden states after the final norm.
@@ -160,11 +167,11 @@ class Decoder:
         if before_layers is not None:
             before_layers()
         if native is None:
-            x = self._final_norm(self._by_parts(x, positions, batch, storage))
+            x = self._final_norm(self._by_parts(x, positions, batch, storage, overlap))
         elif native.whole and not self._is_observed:
             x = native.run(x, positions, batch.attention)
         else:
-            x = native.final_norm(self._by_halves(native, x, positions, batch))
+            x = native.final_norm(self._by_halves(native, x, positions, batch, overlap))
         self._count(batch, storage, x)
         if ranks is not None and positions is not None:
             x = ranks.gather(x, batch.input_ids.shape[0])
@@ -194,7 +201,12 @@ class Decoder:
         return self._native
 
     def _by_halves(
-        self, native: NativeLayers, x: torch.Tensor, positions: RowPositions | None, batch: ForwardBatch
+        self,
+        native: NativeLayers,
+        x: torch.Tensor,
+        positions: RowPositions | None,
+        batch: ForwardBatch,
+        overlap: str,
     ) -> torch.Tensor:
         """Run all layers, each up to its FFN in one native call."""
         added: torch.Tensor | None = None
@@ -204,7 +216,7 @@ class Decoder:
             if positions is not None:
                 hidden = native.attend(i, x, None if norm_after else added, positions, batch.attention)
             if layer.moe is not None:
-                added = layer.moe(hidden)
+                added = layer.moe(hidden, overlap)
             elif positions is not None:
                 assert layer.dense is not None
                 added = gated_ffn(hidden, layer.dense)
@@ -217,7 +229,12 @@ class Decoder:
         return self._add(x, added, self._final_norm)
 
     def _by_parts(
-        self, x: torch.Tensor, positions: RowPositions | None, batch: ForwardBatch, storage: KVStorage
+        self,
+        x: torch.Tensor,
+        positions: RowPositions | None,
+        batch: ForwardBatch,
+        storage: KVStorage,
+        overlap: str,
     ) -> torch.Tensor:
         """Run all layers, part by part."""
         ranks, num_rows = self._ranks, batch.input_ids.shape[0]
@@ -231,7 +248,7 @@ class Decoder:
                     added = ranks.reduce(layer.attention(ranks.gather(hidden, num_rows), positions, storage, attention))
                 x = self._add(x, added, layer.input_norm)
             if layer.moe is not None:
-                added = layer.moe(self._before(x, layer.post_attention_norm))
+                added = layer.moe(self._before(x, layer.post_attention_norm), overlap)
                 x = self._add(x, added, layer.post_attention_norm)
             elif x.shape[0]:
                 assert layer.dense is not None

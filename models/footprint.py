@@ -96,6 +96,7 @@ def model_footprint(
         max_model_len=config.max_position_embeddings,
         activation_itemsize=held.itemsize,
         flops_per_token=2 * touched,
+        expert_flops=2 * max(map(_matrix_numbers, experts), default=0),
         attention_shares=tuple(
             (atp, sum(size(each) for each in _attention(local_config(config, HeadShare(0, atp)))))
             for atp in possible_shares(config)

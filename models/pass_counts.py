@@ -19,7 +19,8 @@ import torch
 
 from ..attention.batch import AttentionBatch
 from ..kvcache.groups import CacheGroup
-from ..moe.layer import MoELayer, PassCounts
+from ..moe.layer import MoELayer
+from ..moe.layer_counts import PassCounts
 from ..quant import PackedTensor, QuantTensor, num_bytes
 from ..telemetry import RankCounters
 from .config import ModelConfig

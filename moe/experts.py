@@ -66,6 +66,49 @@ def grouped_ffn(
     return _add_bias(product(activate(hidden, activation), ends, weights.w2), slots, weights.b2)
 
 
+def filled_ffn(
+    rows: torch.Tensor, tokens_per_slot: torch.Tensor, weights: ExpertWeights, activation: Activation = SILU
+) -> torch.Tensor:
+    """Run rows of which only the first stand for something, without a look from the host at how many those are.
+
+    Where no grouped product takes the weights and their counts on the device, each slot multiplies all rows: S times
+    the work, in fixed shapes.
+
+    Args:
+        rows: [M, D], the first ones sorted by slot.
+        tokens_per_slot: [S] i64 on their device, sums to M at most.
+        weights: the experts of the S slots, not packed.
+        activation: between the two products.
+
+    Returns:
+        [M, D] in the dtype of `rows`; what stands behind the last slot's rows means nothing.
+    """
+    if not len(tokens_per_slot):
+        return rows.new_empty(rows.shape)
+    ends = tokens_per_slot.cumsum(0)
+    places = torch.arange(rows.shape[0], device=rows.device)
+    # Rows that stand for nothing are taken for the last slot's.
+    slots = torch.searchsorted(ends, places, right=True).clamp_(max=len(ends) - 1)  # [M] i64
+    has_grouped = weights.has_grouped_product_on_device
+
+    def product(rows: torch.Tensor, matrices: Matrix) -> torch.Tensor:
+        return grouped_product(rows, ends, matrices) if has_grouped else _product_of_all(rows, slots, matrices)
+
+    hidden = _add_bias(product(rows, weights.w13), slots, weights.b13)  # [M, 2F]
+    return _add_bias(product(activate(hidden, activation), weights.w2), slots, weights.b2)
+
+
+def _product_of_all(rows: torch.Tensor, slots: torch.Tensor, matrices: Matrix) -> torch.Tensor:
+    """Return rows [M, in] times the transposed matrix of their slot [S, out, in], each slot over all rows: [M, out]."""
+    assert not isinstance(matrices, PackedTensor), "packed experts are multiplied by native calls"
+    output = rows.new_zeros(rows.shape[0], matrices.shape[1])
+    for slot in range(matrices.shape[0]):
+        matrix = matrices.select(slot) if isinstance(matrices, QuantTensor) else matrices[slot]
+        product = rows @ dense(matrix, rows.dtype).T
+        output = torch.where((slots == slot).unsqueeze(1), product, output)
+    return output
+
+
 def _add_bias(output: torch.Tensor, slots: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
     if bias is None or slots is None:
         return output

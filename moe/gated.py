@@ -88,7 +88,24 @@ class ExpertWeights:
     @cached_property
     def has_grouped_product(self) -> bool:
         """True where torch multiplies all slots in one call: on a CPU, from 2.10 on, with rows of whole 16 bytes."""
-        if not isinstance(self.w13, torch.Tensor) or not isinstance(self.w2, torch.Tensor):
+        plain = self._plain_and_aligned
+        return plain is not None and plain.device.type == "cpu"
+
+    @cached_property
+    def has_grouped_product_on_device(self) -> bool:
+        """True where torch does so with counts on the device that the host never sees: bf16, on GPUs from Hopper on.
+
+        On other GPUs the same call reads the counts on the host.
+        """
+        plain = self._plain_and_aligned
+        if plain is None or plain.dtype != torch.bfloat16:
             return False
+        return plain.device.type != "cuda" or torch.cuda.get_device_capability(plain.device) >= (9, 0)
+
+    @property
+    def _plain_and_aligned(self) -> torch.Tensor | None:
+        """`w13` where one call can multiply all slots, else None."""
+        if not isinstance(self.w13, torch.Tensor) or not isinstance(self.w2, torch.Tensor):
+            return None
         aligned = all(t.shape[2] * t.element_size() % 16 == 0 for t in (self.w13, self.w2))
-        return hasattr(F, "grouped_mm") and self.w13.device.type == "cpu" and aligned
+        return self.w13 if aligned and hasattr(F, "grouped_mm") else None

@@ -12,18 +12,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from ..quant import PackedTensor, num_bytes
 from ..telemetry import RankCounters, RankProgress
-from .experts import gated_ffn, grouped_ffn
+from ..topologies.overlap_choice import HALVES, NOTHING
+from .experts import filled_ffn, gated_ffn, grouped_ffn
 from .gated import SILU, Activation, ExpertWeights, GatedFFN
 from .native_experts import ExpertFfnArgs, ffn_args, native_ffn, native_ffn_combine
 from .native_route import NativeRouter, RouteArgs
 from .routing import RoutingConfig, route
-from .wide_ep import Dispatched, Exchange, ExpertPlacement, assign_replicas, replica_table
+from .wide_ep import Dispatched, Exchange, ExpertPlacement, StagedExchange, assign_replicas, replica_table
+from .wide_ep.exchanges.stages import ROWS, Stages, in_turns
 
 # Sees what was chosen: MoE layer number, and expert ids [T, K] in memory that the next call may write to.
 RoutingObserver = Callable[[int, torch.Tensor], None]
@@ -113,7 +114,8 @@ class MoELayer:
         progress: ticked before and after each collective; None in tests.
 
     Attributes:
-        tokens_per_slot: [S] i64, rows that reached each slot in the last call (`PassCounts` adds them up).
+        tokens_per_slot: [S] i64, rows that reached each slot in the last call (`layer_counts.PassCounts` adds them up).
+        read_again: [] i64, slots whose weights the last call read twice, because both halves of its rows hit them.
         observer: shown every choice of the router; None: nobody looks.
         bytes_per_slot, router_bytes, shared_bytes: weights that a call reads: one slot's, the router's in the form that
             is multiplied, the shared experts'.
@@ -138,6 +140,7 @@ class MoELayer:
         assert not switches.weigh_input or routing.top_k == 1, "a row that is weighed first goes to one expert"
         device = weights.router.device
         self._routing, self._moe_layer, self._exchange = routing, moe_layer, exchange
+        self._staged = exchange if isinstance(exchange, StagedExchange) else None
         self._activation, self._weigh_input = switches.activation, switches.weigh_input
         self._counters, self._progress = counters, progress
         router = weights.router.float()  # [E, D]: logits are computed in fp32
@@ -164,6 +167,8 @@ class MoELayer:
         self._no_weights = torch.empty(0, routing.top_k, device=device)
         self.observer: RoutingObserver | None = None
         self.tokens_per_slot = torch.zeros(num_slots, dtype=torch.int64)
+        self._never_again = torch.zeros((), dtype=torch.int64, device=device)
+        self.read_again = self._never_again
         self.bytes_per_slot = weights.experts.bytes_per_slot
         self.flops_per_row = 2 * sum(math.prod(part.shape[1:]) for part in (weights.experts.w13, weights.experts.w2))
         multiplied = router if self._router_native is None else self._router_native.packed
@@ -177,8 +182,17 @@ class MoELayer:
             self.shared_bytes += num_bytes(shared.w13, shared.w2, shared.b13, shared.b2)
             self.shared_flops += 2 * sum(math.prod(part.shape) for part in (shared.w13, shared.w2))
 
-    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Return what the experts add to the residual: [T, D] -> [T, D]."""
+    def __call__(self, x_TD: torch.Tensor, overlap: str = NOTHING) -> torch.Tensor:
+        """Return what the experts add to the residual.
+
+        Args:
+            x_TD: [T, D].
+            overlap: what runs while rows travel, see `topologies.overlap_choice`; the same on all ranks. Only exchanges
+                over links leave anything to run.
+
+        Returns:
+            [T, D], the same bits for every `overlap` where a row's bits depend on that row alone.
+        """
         if self._router_native is not None and self._is_alone:
             return self._run_alone(x_TD)
         num_tokens = x_TD.shape[0]
@@ -187,10 +201,14 @@ class MoELayer:
         if self._weigh_input:
             sent_TD = x_TD * topk_weights_TK.to(x_TD.dtype)
             topk_weights_TK = torch.ones_like(topk_weights_TK)
+        if overlap != NOTHING:
+            parts = _halves(num_tokens) if overlap == HALVES else (slice(0, num_tokens),)
+            sent = [(sent_TD[part], physical_ids_TK[part], topk_weights_TK[part]) for part in parts]
+            return self._run_in_turns(x_TD, sent)
         self._tick()
         dispatched = self._exchange.dispatch(sent_TD, physical_ids_TK)
         self._tick()
-        self.tokens_per_slot = dispatched.tokens_per_slot.cpu()
+        self._keep_counts([dispatched])
         rows_MD = self._run_experts(dispatched)
         shared_TD = self._shared_experts(x_TD) if num_tokens and self._shared is not None else None
         self._tick()
@@ -223,6 +241,45 @@ class MoELayer:
         self._tick()
         return native_ffn_combine(x_TD, self._experts, self._activation, routed, shared=shared_TD)
 
+    def _run_in_turns(
+        self, x_TD: torch.Tensor, sent: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
+        """Run the parts `sent` (rows, physical ids and weights of each), and shared experts while their rows travel."""
+        arrived: list[Dispatched] = []
+        shared: list[torch.Tensor] = []
+
+        def meanwhile(travelling: str) -> None:
+            if travelling == ROWS and x_TD.shape[0] and self._shared is not None:
+                shared.append(self._shared_experts(x_TD))
+
+        combined = in_turns([self._stages(*part, arrived) for part in sent], meanwhile)
+        self._keep_counts(arrived)
+        combined_TD = combined[0] if len(combined) == 1 else torch.cat(combined)
+        return combined_TD + shared[0] if shared else combined_TD
+
+    def _stages(
+        self, rows_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, arrived: list[Dispatched]
+    ) -> Stages[torch.Tensor]:
+        """Dispatch some rows, run experts, combine; what was dispatched here is appended to `arrived`."""
+        staged = self._staged
+        assert staged is not None, f"the exchange {self._exchange.name} has no stages"
+        self._tick()
+        dispatched = yield from staged.dispatching(rows_TD, ids_TK, weights_TK)
+        self._tick()
+        arrived.append(dispatched)
+        rows_MD = self._run_experts(dispatched)
+        self._tick()
+        combined_TD = yield from staged.combining(rows_MD, weights_TK, dispatched.handle)
+        self._tick()
+        return combined_TD
+
+    def _keep_counts(self, arrived: Sequence[Dispatched]) -> None:
+        first, *others = (dispatched.tokens_per_slot for dispatched in arrived)
+        self.tokens_per_slot, self.read_again = first, self._never_again
+        for second in others:
+            self.tokens_per_slot = first + second
+            self.read_again = ((first > 0) & (second > 0)).sum()
+
     def _run_experts(self, dispatched: Dispatched) -> torch.Tensor:
         if dispatched.is_padded:
             return self._run_filled(dispatched)
@@ -239,7 +296,9 @@ class MoELayer:
 
     def _run_filled(self, dispatched: Dispatched) -> torch.Tensor:
         """Run the rows that stand for something; what comes of the others is never read."""
-        counts = dispatched.tokens_per_slot.cpu()
+        counts = dispatched.tokens_per_slot
+        if counts.device.type != "cpu":  # a look at them would make the host wait
+            return filled_ffn(dispatched.rows, counts, self._experts, self._activation)
         num_rows = int(counts.sum())
         rows_MD = dispatched.source.new_empty(dispatched.num_rows, dispatched.source.shape[1])
         rows_MD[:num_rows] = grouped_ffn(dispatched.rows[:num_rows], counts, self._experts, self._activation)
@@ -284,39 +343,6 @@ class MoELayer:
             self._progress.tick()
 
 
-class PassCounts:
-    """Counts what a pass over all MoE layers of a rank reads and multiplies: rows per slot, and weights.
-
-    Args:
-        layers: all MoE layers of the rank, in order.
-    """
-
-    def __init__(self, layers: Sequence[MoELayer]) -> None:
-        self._layers = layers
-        self._bytes_per_slot = np.array([layer.bytes_per_slot for layer in layers])
-        self._flops_per_row = np.array([float(layer.flops_per_row) for layer in layers])
-        self._router_bytes = sum(layer.router_bytes for layer in layers)
-        self._shared_bytes = sum(layer.shared_bytes for layer in layers)
-        self._router_flops = sum(layer.router_flops for layer in layers)
-        self._shared_flops = sum(layer.shared_flops for layer in layers)
-
-    def add(self, counters: RankCounters, *, num_rows: int, tokens_per_slot: np.ndarray | None = None) -> None:
-        """Count one pass.
-
-        Args:
-            counters: of the rank.
-            num_rows: this rank's own, which went through routers and shared experts.
-            tokens_per_slot: [L_moe, S] i64, rows that reached each slot; None takes what the last call of each layer
-                left.
-        """
-        if tokens_per_slot is None:
-            tokens_per_slot = torch.stack([layer.tokens_per_slot for layer in self._layers]).numpy()
-        counters.add_expert_tokens(tokens_per_slot)
-        slots_hit = np.add.reduce(tokens_per_slot != 0, axis=1)
-        counters.add_bytes("routed", int(slots_hit @ self._bytes_per_slot))
-        counters.add_flops("routed", float(tokens_per_slot.sum(axis=1) @ self._flops_per_row))
-        if num_rows:
-            counters.add_bytes("dense", self._router_bytes)
-            counters.add_bytes("shared", self._shared_bytes)
-            counters.add_flops("dense", num_rows * self._router_flops)
-            counters.add_flops("shared", num_rows * self._shared_flops)
+def _halves(num_tokens: int) -> tuple[slice, slice]:
+    middle = (num_tokens + 1) // 2
+    return slice(0, middle), slice(middle, num_tokens)

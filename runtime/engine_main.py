@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from ..native.bandwidth import llc_bytes
 from ..text import Tokenizer
+from ..topologies.overlap_choice import OverlapFacts
 from .deltas import seed_sequence
 from .engine import Engine
 from .grammar_masks import GrammarMasks, grammar_matchers
@@ -37,6 +38,7 @@ from .messages import (
     ToEngine,
     refusal,
 )
+from .overlap import log_overlap, overlap_facts
 from .processes.channel import Channel, ChannelClosed
 from .processes.child import enter_child, freeze_heap, log_as
 from .processes.group import Group, GroupParts
@@ -181,6 +183,7 @@ class EngineLoop:
         limits = replace(
             scheduler_limits(self._start.config, self._start.kv_groups, num_blocks=ready.num_blocks),
             exchange_rule=group.exchange_rule,
+            overlap_facts=self._overlap_facts(group, ready),
             eos_token_ids=self._start.eos_token_ids,
         )
         return Engine(
@@ -193,6 +196,20 @@ class EngineLoop:
             if tokenizer is None
             else GrammarMasks(grammar_matchers(tokenizer, self._start.vocab_size, self._start.eos_token_ids)),
         )
+
+    def _overlap_facts(self, group: Group, ready: Ready) -> OverlapFacts:
+        config, rule = self._start.config, group.exchange_rule
+        multiplied = "int8" if config.model.quantization else config.model.dtype  # int4 multiplies like int8
+        rates = [rank.get(multiplied) for rank in ready.matrix_rates]
+        facts = overlap_facts(
+            config,
+            rule.grid,
+            self._start.moe_load,
+            memory_bandwidth=min(ready.memory_bandwidth),
+            matrix_rate=min((rate for rate in rates if rate), default=None),
+        )
+        log_overlap(rule, facts, config.schedule.max_num_batched_tokens)
+        return facts
 
     # --- serving ---------------------------------------------------------------------------------------------------
     def _serve(self, engine: Engine) -> None:

@@ -19,6 +19,8 @@ _LAYOUT = {
 _EPLB = ("enable-eplb", "eplb-config", "eplb-algorithm", "init-expert-location")
 _REDUNDANT = ("num-redundant-experts", "ep-num-redundant-experts")
 _EXCHANGE = ("all2all-backend", "moe-a2a-backend")
+_OVERLAP = ("enable-dbo", "dbo-decode-token-threshold", "dbo-prefill-token-threshold", "enable-two-batch-overlap",
+            "enable-single-batch-overlap", "tbo-token-distribution-threshold")  # fmt: skip
 
 _LACKING = {
     "quantized weights": ("q", "quantization", "quantization-config", "quantization-param-path", "torchao-config"),
@@ -60,6 +62,8 @@ def foreign(name: str) -> str | None:
         )
     if key in _EXCHANGE:
         return f"{name} is not an option of moewe; leave the choice open, or use exchange: shm, all_to_all, padded"
+    if key in _OVERLAP:
+        return f"{name} is not an option of moewe; overlap says it: auto, by a model of each step, on, or off"
     if key in _EPLB:
         return (
             f"{name} is not an option of moewe; eplb places experts by load: --eplb static FILE, with what "

@@ -138,6 +138,7 @@ class StepHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         snapshot: forget every slot first; the plan then admits the whole batch and runs a step of it. What is in KV
             is not sent, so this holds for workers that kept theirs. A sequence past its prompt comes as a chunk of its
             last known token that `samples`; `num_decodes` is 0 and nothing is implicit.
+        overlap: what runs while rows travel, as `topologies.overlap_choice` names it.
     """
 
     step: int
@@ -146,6 +147,7 @@ class StepHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     bucket: int
     exchange: str
     snapshot: bool = False
+    overlap: str = "none"
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

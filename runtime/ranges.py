@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from ..topologies.exchange_choice import EXCHANGES, PAYLOADS
+from ..topologies.overlap_choice import OVERLAPS
 from .config import LOAD_FORMATS, QUANTIZATIONS, EngineConfig
 from .scheduling.limits import POLICIES
 
@@ -51,6 +52,7 @@ def _words(config: EngineConfig) -> list[tuple[str, Any, bool, str]]:
         ("exchange", parallel.exchange, parallel.exchange in EXCHANGES, f"use {', '.join(EXCHANGES)}"),
         ("exchange_payload", parallel.exchange_payload, parallel.exchange_payload in PAYLOADS,
          f"use {' or '.join(PAYLOADS)}"),
+        ("overlap", parallel.overlap, parallel.overlap in OVERLAPS, f"use {', '.join(OVERLAPS)}"),
         ("eplb", parallel.eplb, parallel.eplb != "auto",
          "moving experts while serving is not available in this version; use off, or static FILE with the load of "
          "each expert, which moewe record --load FILE writes"),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ..topologies.kv_sizes import shared_groups
+from ..topologies.overlap_choice import moe_load
 from .balance import least_loaded
 from .config import EngineConfig
 from .engine_main import run_engine
@@ -357,6 +358,7 @@ def _engine_start(resolved: Resolved, index: int) -> EngineStart:
         vocab_size=resolved.model.vocab_size,
         eos_token_ids=resolved.model.eos_token_ids,
         kv_groups=shared_groups(resolved.footprint.kv_groups, resolved.topology.atp),
+        moe_load=moe_load(resolved.footprint),
         fixed_max_model_len=resolved.fixed_max_model_len,
         cpus=resolved.cpus[index * num_ranks : (index + 1) * num_ranks],
         label=f"replica {index} " if resolved.topology.dp > 1 else "",

@@ -38,6 +38,7 @@ from ..topologies import (
 )
 from ..topologies.exchange_choice import check_exchange
 from ..topologies.hardware import available_memory_bytes, host_cores, host_memory_bytes, numa_nodes
+from ..topologies.overlap_choice import check_overlap
 from .auto_topology import auto_topology
 from .config import CacheOptions, EngineConfig
 from .gpus import gpu_memory_bytes
@@ -188,6 +189,7 @@ def _check_runnable(config: EngineConfig, topology: Topology, model: ModelConfig
     has_native = config.parallel.exchange != "shm" or outcome().library is not None
     rule = exchange_rule(config, topology, has_native=has_native)
     check_exchange(rule.grid, rule.facts)
+    check_overlap(config.parallel.overlap, rule.grid, rule.facts)
 
 
 def kv_blocks(cache: CacheOptions, groups: Sequence[KVGroup], limits: StepLimits, *, free_bytes: int) -> int:

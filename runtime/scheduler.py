@@ -182,9 +182,8 @@ class Scheduler:
         else:
             ranks = steps.delta_plans(draft, released=self._released, admitted=admitted, grants=grants)
         self._released = [[] for _ in ranks]
-        header = step_header(
-            ranks, step=self._next_step, epoch=self.epoch, exchange_of=self.config.exchange_of, snapshot=snapshot
-        )
+        way_of = self.config.way_of
+        header = step_header(ranks, step=self._next_step, epoch=self.epoch, way_of=way_of, snapshot=snapshot)
         self._next_step += 1
         return StepPlan(header=header, ranks=ranks)
 

@@ -23,7 +23,7 @@ from ..models.footprint import cache_groups, kv_groups
 from ..models.head_shares import local_config
 from ..models.loading import LoadOptions, load_weights
 from ..models.weights import bytes_by_kind
-from ..moe.wide_ep.exchanges import Exchange, StepwiseExchange
+from ..moe.wide_ep.exchanges import Exchange
 from ..moe.wide_ep.placement import ExpertPlacement
 from ..native.library import set_threads
 from ..quant import can_pack, parse_format, parse_kv_format, weight_scheme
@@ -55,6 +55,7 @@ from .ranks.routing_log import RoutingLog
 from .ranks.row_scan import RowScanner
 from .ranks.sampler import sample
 from .ranks.step_inputs import InputBuilder, StepInputs
+from .ranks.step_way import begin_step
 
 COUNTERS_EVERY_S = 0.25
 WARM_UP_TOKENS = 8
@@ -250,7 +251,7 @@ class Worker:
         inputs = self._inputs.of(rows)
         forward = inputs.forward
         self._clock.inputs_ready()
-        hidden = self.decoder.forward(forward, self.storage, before_layers)
+        hidden = self.decoder.forward(forward, self.storage, before_layers, overlap=header.overlap)
         self._clock.computed()
         if self.observer is not None:
             self.observer(forward, hidden, self.batch.sequence_ids[rows.row_slots])
@@ -311,15 +312,7 @@ class Worker:
         return self._encoded_counters() if self._counters_due else b""
 
     def _check_header(self, header: StepHeader) -> None:
-        exchange = self._exchange
-        joined = exchange.names if isinstance(exchange, StepwiseExchange) else (exchange.name,)
-        if header.exchange not in joined:
-            raise RuntimeError(
-                f"step {header.step} uses the exchange {header.exchange!r}, but rank {self.rank} joined "
-                f"{' and '.join(map(repr, joined))}"
-            )
-        if isinstance(exchange, StepwiseExchange):
-            exchange.begin_step(header.exchange, header.bucket)
+        begin_step(self._exchange, header, self.rank)
         if header.step != self._next_step and not header.snapshot:
             raise RuntimeError(f"step {header.step} came to rank {self.rank}, but step {self._next_step} is next")
         self._next_step = header.step + 1

@@ -97,6 +97,9 @@ ENGINE_FLAGS = (
             default="auto"),
     _engine("exchange-payload", "text", TOPOLOGY,
             "How rows travel to experts: auto, as they are, or fp8: half the bytes, rounded.", default="auto"),
+    _engine("overlap", "text", TOPOLOGY,
+            "What runs while rows travel over links: auto, shared experts, and where a model of the step says that it "
+            "pays experts of one half of the rows; on, both in every step; or off.", default="auto"),
     _engine("eplb", "text", TOPOLOGY,
             "How experts are placed: off, evenly in number, or static FILE, by the load in a file of `moewe record`.",
             default="off"),

@@ -14,6 +14,7 @@ from .spec import TopologyError
 
 AUTO = "auto"
 EXCHANGES = (AUTO, "shm", "all_to_all", "hierarchical", "padded")
+OVER_LINKS = ("all_to_all", "hierarchical", "padded")  # rows travel; elsewhere they are read where they lie
 PAYLOADS = (AUTO, "fp8")
 MOST_PADDED_ROWS = 64  # a step with more has so much room for nothing that waiting for the host costs less
 

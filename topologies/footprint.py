@@ -34,6 +34,7 @@ class ModelFootprint:
         max_model_len: positions that the model was made for.
         activation_itemsize: bytes of an activation element.
         flops_per_token: multiply-adds times two of one token through all weights it touches, without attention scores.
+        expert_flops: the same of one token through ONE routed expert; 0 where nobody worked it out.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ModelFootprint:
     max_model_len: int
     activation_itemsize: int
     flops_per_token: int
+    expert_flops: int = 0
     attention_shares: tuple[tuple[int, int], ...] = ()
 
     def attention_bytes_at(self, atp: int) -> int:

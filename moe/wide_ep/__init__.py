@@ -7,6 +7,7 @@ from .exchanges import (
     LocalExchange,
     ShmExchange,
     ShmShape,
+    StagedExchange,
     ThreadExchange,
     ThreadHub,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "LocalExchange",
     "ShmExchange",
     "ShmShape",
+    "StagedExchange",
     "ThreadExchange",
     "ThreadHub",
     "assign_replicas",

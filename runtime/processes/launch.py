@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ...topologies import KVGroup
+from ...topologies.overlap_choice import MoELoad
 from ..config import EngineConfig
 from ..messages import Message
 from .channel import Channel
@@ -63,6 +64,7 @@ class EngineStart(Message, frozen=True, kw_only=True):
         vocab_size: rows of its embedding.
         eos_token_ids: of the model.
         kv_groups: its cache groups, as a rank holds them.
+        moe_load: what one of its MoE layers asks of a rank; None for a dense model.
         fixed_max_model_len: `max_model_len` was asked for, so it may not be lowered.
         cpus: per rank, logical CPUs to run on; empty binds nothing.
         label: what log lines put before `engine` and `rank`; empty for the only replica.
@@ -74,6 +76,7 @@ class EngineStart(Message, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     kv_groups: tuple[KVGroup, ...]
+    moe_load: MoELoad | None = None
     fixed_max_model_len: bool = False
     cpus: tuple[tuple[int, ...], ...] = ()
     label: str = ""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ...topologies.exchange_choice import ExchangeRule
 from ...topologies.kv_sizes import WINDOWED, sequence_blocks, tokens_held
+from ...topologies.overlap_choice import NOTHING, OverlapFacts, choose_overlap
 
 POLICIES = ("fcfs", "priority")
 
@@ -54,6 +55,7 @@ class SchedulerConfig:
         policy: `fcfs`, or `priority` (lower number first, then arrival).
         exchange: name of the exchange that every step uses, unless there is a rule.
         exchange_rule: tells it for each step.
+        overlap_facts: what the choice of overlap depends on; None overlaps nothing.
         max_queued_requests: waiting requests of the whole group, beside one a slot; more are refused.
         eos_token_ids: tokens that end a sequence, unless it ignores them.
         max_chunk_tokens: most prompt tokens of one sequence in one step; None sets no limit but the step's. No engine
@@ -69,6 +71,7 @@ class SchedulerConfig:
     policy: str = "fcfs"
     exchange: str = "local"
     exchange_rule: ExchangeRule | None = None
+    overlap_facts: OverlapFacts | None = None
     max_queued_requests: int = 4096
     eos_token_ids: tuple[int, ...] = ()
     max_chunk_tokens: int | None = None
@@ -91,9 +94,11 @@ class SchedulerConfig:
                 f"each sequence runs at least one token a step; raise the first or lower the second"
             )
 
-    def exchange_of(self, kind: str, bucket: int) -> str:
-        """Return the name of the exchange of a step of `kind` with `bucket` rows on its fullest rank."""
-        return self.exchange if self.exchange_rule is None else self.exchange_rule.name(kind, bucket)
+    def way_of(self, kind: str, bucket: int) -> tuple[str, str]:
+        """Return exchange and overlap of a step of `kind` with `bucket` rows on its fullest attention replica."""
+        exchange = self.exchange if self.exchange_rule is None else self.exchange_rule.name(kind, bucket)
+        facts = self.overlap_facts
+        return exchange, NOTHING if facts is None else choose_overlap(exchange, bucket, facts)
 
     @property
     def most_requests(self) -> int:

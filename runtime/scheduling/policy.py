@@ -82,11 +82,12 @@ def step_kind(ranks: Sequence[RankPlan]) -> str:
 
 
 def step_header(
-    ranks: Sequence[RankPlan], *, step: int, epoch: int, exchange_of: Callable[[str, int], str], snapshot: bool
+    ranks: Sequence[RankPlan], *, step: int, epoch: int, way_of: Callable[[str, int], tuple[str, str]], snapshot: bool
 ) -> StepHeader:
-    """Return what all ranks agree on, a function of their plans alone; `exchange_of` takes kind and bucket."""
+    """Return what all ranks agree on, a function of their plans; `way_of`: kind and bucket to exchange and overlap."""
     bucket = max(rank.num_rows for rank in ranks)
     kind = step_kind(ranks)
+    exchange, overlap = way_of(kind, bucket)
     return StepHeader(
-        step=step, epoch=epoch, kind=kind, bucket=bucket, exchange=exchange_of(kind, bucket), snapshot=snapshot
+        step=step, epoch=epoch, kind=kind, bucket=bucket, exchange=exchange, snapshot=snapshot, overlap=overlap
     )

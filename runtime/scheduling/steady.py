@@ -30,7 +30,7 @@ class SteadyBatch:
         self._ranks, self._slots = np.nonzero(self._decoding)  # [N]
         num_decodes = self._decoding.sum(1).tolist()
         self._bucket: int = max(num_decodes)
-        self._exchange = batch.config.exchange_of("decode", self._bucket)
+        self._exchange, self._overlap = batch.config.way_of("decode", self._bucket)
         self._plans = tuple(RankPlan(num_decodes=num) for num in num_decodes)
         computed = batch.computed[self._ranks, self._slots]
         self._age = 0  # steps since then
@@ -53,7 +53,14 @@ class SteadyBatch:
         batch.free_passed()  # as the long way does at this place: pools give blocks back in the order they came in
         if (ranks := self._next(batch)) is None:
             return None
-        header = StepHeader(step=step, epoch=epoch, kind="decode", bucket=self._bucket, exchange=self._exchange)
+        header = StepHeader(
+            step=step,
+            epoch=epoch,
+            kind="decode",
+            bucket=self._bucket,
+            exchange=self._exchange,
+            overlap=self._overlap,
+        )
         return StepPlan(header=header, ranks=ranks)
 
     def _next(self, batch: BatchState) -> tuple[RankPlan, ...] | None:

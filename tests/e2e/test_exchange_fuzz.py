@@ -26,9 +26,9 @@ MOST_GROWTH = 64 << 20  # bytes, after a fifth of the steps: allocators keep wha
 TIGHT = Setup(dtype="bfloat16", num_blocks=14, block_size=4, max_num_batched_tokens=24, keep_logits=False)
 WAYS = {
     "threads": replace(TIGHT, topology="EP4DP1[red=4]"),
-    "all_to_all": replace(TIGHT, topology="EP4DP1", exchange="all_to_all"),
+    "all_to_all": replace(TIGHT, topology="EP4DP1", exchange="all_to_all", overlap="on"),
     "padded": replace(TIGHT, topology="EP4DP1", exchange="padded"),
-    "hierarchical": replace(TIGHT, topology="EP4DP1[domains=2+2]"),
+    "hierarchical": replace(TIGHT, topology="EP4DP1[domains=2+2]", overlap="on"),
 }
 
 

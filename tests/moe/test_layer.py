@@ -13,7 +13,8 @@ import torch
 
 from moewe.moe.experts import grouped_ffn
 from moewe.moe.gated import SILU, Activation, ExpertWeights
-from moewe.moe.layer import MoELayer, PassCounts
+from moewe.moe.layer import MoELayer
+from moewe.moe.layer_counts import PassCounts
 from moewe.moe.reference import grouped_ffn_reference
 from moewe.moe.routing import RoutingConfig
 from moewe.moe.routing.reference import route_reference

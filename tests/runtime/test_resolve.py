@@ -352,5 +352,9 @@ def test_an_exchange_that_cannot_work_is_refused_before_anything_starts():
         resolve(config("EP2DP1", parallel={"exchange": "nccl"}))
     with pytest.raises(ValueError, match="exchange_payload='int8' is not allowed; use auto or fp8"):
         resolve(config("EP2DP1", parallel={"exchange_payload": "int8"}))
-    found = resolve(config("EP2DP1[domains=1+1,rate=9]", parallel={"exchange": "hierarchical"}))
+    with pytest.raises(ValueError, match="overlap='on' is for rows on links"):
+        resolve(config("EP2DP1", parallel={"overlap": "on"}))
+    with pytest.raises(ValueError, match="overlap='maybe' is not allowed; use auto, on, off"):
+        resolve(config("EP2DP1", parallel={"overlap": "maybe"}))
+    found = resolve(config("EP2DP1[domains=1+1,rate=9]", parallel={"exchange": "hierarchical", "overlap": "on"}))
     assert found.config.parallel.topology == "EP2DP1[adp=2,atp=1,red=0,domains=1+1,rate=9]"

@@ -62,9 +62,10 @@ def test_step_kind_looks_at_all_ranks():
     assert step_kind([decode, idle]) == "decode"
     assert step_kind([decode, prefill]) == "mixed"
     header = step_header(
-        [decode, prefill, idle], step=4, epoch=2, exchange_of=lambda kind, bucket: f"{kind}-{bucket}", snapshot=False
+        [decode, prefill, idle], step=4, epoch=2, way_of=lambda kind, bucket: (f"{kind}-{bucket}", "so"), snapshot=False
     )
     assert (header.step, header.epoch, header.kind, header.bucket, header.exchange) == (4, 2, "mixed", 7, "mixed-7")
+    assert header.overlap == "so"
 
 
 def test_precedence_minds_priority_only_under_its_policy():
@@ -86,8 +87,8 @@ def test_the_exchange_of_a_step_follows_its_kind_and_bucket() -> None:
     decode, prefill = RankPlan(num_decodes=3), RankPlan(chunks=(Chunk(slot=0, start=0, num_tokens=3, samples=True),))
 
     def exchange(*ranks: RankPlan) -> str:
-        return step_header(ranks, step=0, epoch=0, exchange_of=limits.exchange_of, snapshot=False).exchange
+        return step_header(ranks, step=0, epoch=0, way_of=limits.way_of, snapshot=False).exchange
 
     assert exchange(decode, RankPlan()) == "padded"
     assert exchange(decode, RankPlan(num_decodes=65)) == exchange(decode, prefill) == "all_to_all"
-    assert replace(limits, exchange_rule=None, exchange="shm").exchange_of("decode", 3) == "shm"
+    assert replace(limits, exchange_rule=None, exchange="shm").way_of("decode", 3) == ("shm", "none")

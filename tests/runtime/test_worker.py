@@ -210,6 +210,8 @@ def test_a_rank_objects_to_a_step_that_it_does_not_expect():
             worker.run(header(step + 1), RankPlan(num_decodes=1))
         with pytest.raises(RuntimeError, match="uses the exchange 'threads', but rank 0 joined 'local'"):
             worker.run(header(step, exchange="threads"), RankPlan(num_decodes=1))
+        with pytest.raises(RuntimeError, match=rf"step {step} overlaps \(halves\), but rows do not travel in 'local'"):
+            worker.run(header(step, overlap="halves"), RankPlan(num_decodes=1))
         with pytest.raises(RuntimeError, match=f"step {step}: 1 sequences decode on rank 0, but the plan counts 0"):
             worker.run(header(step), RankPlan())
 

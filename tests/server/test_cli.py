@@ -104,6 +104,8 @@ def test_help_groups_flags_in_panels(capfd: pytest.CaptureFixture[str]) -> None:
         (["serve", "m", "--enable-prefix-caching"], "asks for a prefix cache"),
         (["chat", "m", "--speculative-config={}"], "asks for speculative decoding"),
         (["serve", "m", "--all2all-backend", "x"], "or use exchange: shm, all_to_all"),
+        (["serve", "m", "--enable-dbo"], "overlap says it: auto"),
+        (["serve", "m", "--overlap", "sometimes"], "--overlap='sometimes' is not allowed; use auto, on, off"),
         (["banana"], "banana"),
     ],
 )

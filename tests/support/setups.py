@@ -10,14 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moewe.models.config import ModelConfig
-from moewe.models.footprint import kv_groups
+from moewe.models.footprint import kv_groups, model_footprint
 from moewe.quant import parse_format, parse_kv_format
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
 from moewe.runtime.kernels import exchange_rule
 from moewe.runtime.kv_layout import kv_layout, step_limits
+from moewe.runtime.overlap import overlap_facts
 from moewe.runtime.scheduler import SchedulerConfig
 from moewe.topologies import parse_topology
 from moewe.topologies.exchange_choice import ExchangeRule
+from moewe.topologies.overlap_choice import moe_load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,7 @@ class Setup:
         depth: steps in flight.
         keep_logits: record the logits of every row.
         eos_token_ids: end tokens; None takes the model's.
-        exchange, exchange_payload: as the options.
+        exchange, exchange_payload, overlap: as the options.
         eplb_load: by which experts are placed, [MoE layers, experts] i64 as bytes; empty places them evenly.
     """
 
@@ -55,6 +57,7 @@ class Setup:
     eos_token_ids: tuple[int, ...] | None = None
     exchange: str = "auto"
     exchange_payload: str = "auto"
+    overlap: str = "auto"
     eplb_load: bytes = b""
 
     def engine_config(self, checkpoint: Path) -> EngineConfig:
@@ -74,6 +77,7 @@ class Setup:
                 threads=1,
                 exchange=self.exchange,
                 exchange_payload=self.exchange_payload,
+                overlap=self.overlap,
                 eplb_load=self.eplb_load,
             ),
             cache=CacheOptions(
@@ -102,6 +106,8 @@ class Setup:
             else group
             for group in layout.groups
         )
+        config, rule = self.engine_config(Path("any")), self.exchange_rule()
+        load = moe_load(model_footprint(model, name="any", dtype=dtype))
         return SchedulerConfig(
             num_ranks=parse_topology(self.topology).adp,
             groups=groups,
@@ -111,6 +117,7 @@ class Setup:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_chunk_tokens=self.max_chunk_tokens,
             policy=self.policy,
-            exchange_rule=self.exchange_rule(),
+            exchange_rule=rule,
+            overlap_facts=overlap_facts(config, rule.grid, load),
             eos_token_ids=model.eos_token_ids if self.eos_token_ids is None else self.eos_token_ids,
         )

@@ -4,7 +4,7 @@ from .all_to_all import AllToAllExchange
 from .contract import Dispatched, Exchange, StagedExchange
 from .group_shape import GroupShape, SlowRate
 from .hierarchical import HierarchicalExchange
-from .joining import OVER_LINKS, join_all_over_links, join_over_links, link_members
+from .joining import join_all_over_links, join_over_links, link_members
 from .local import LocalExchange
 from .padded import PaddedExchange
 from .shm import ShmExchange, ShmShape
@@ -13,7 +13,6 @@ from .threads import ThreadExchange, ThreadHub
 from .traffic import Traffic
 
 __all__ = [
-    "OVER_LINKS",
     "AllToAllExchange",
     "Dispatched",
     "Exchange",

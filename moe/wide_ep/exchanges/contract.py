@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -92,6 +92,7 @@ class Exchange(Protocol):
         ...
 
 
+@runtime_checkable
 class StagedExchange(Exchange, Protocol):
     """An exchange over links: what it does can also be taken stage by stage, with the same bits.
 

@@ -19,7 +19,6 @@ from .stepwise import StepwiseExchange
 from .wire import make_payload
 
 LinkOf = Callable[[Sequence[int]], Link]
-OVER_LINKS = ("all_to_all", "hierarchical", "padded")
 
 
 def link_members(name: str, shape: GroupShape) -> tuple[tuple[int, ...], ...]:
@@ -55,7 +54,7 @@ def join_over_links(
     """Return the exchange `name` of `rank`.
 
     Args:
-        name: one of OVER_LINKS.
+        name: one of `topologies.exchange_choice.OVER_LINKS`.
         shape: of the group.
         rank: position in it.
         link_of: the link of a list of ranks, `rank` among them.

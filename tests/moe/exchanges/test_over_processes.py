@@ -9,9 +9,10 @@ import torch
 import torch.multiprocessing as mp
 
 from moewe.moe.wide_ep.exchanges import StepwiseExchange
-from moewe.moe.wide_ep.exchanges.joining import OVER_LINKS, join_over_links, link_members
+from moewe.moe.wide_ep.exchanges.joining import join_over_links, link_members
 from moewe.moe.wide_ep.exchanges.links import DistributedLink, LoneLink
 from moewe.telemetry import ProgressBoard
+from moewe.topologies.exchange_choice import OVER_LINKS
 from moewe.topologies.groups import destroy_group, init_group, make_subgroups
 from tests.support.cases import ROUTING_CASES
 from tests.support.exchanges import check_in_halves, check_rank, shape_of

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from moewe.moe.wide_ep.exchanges import Exchange, SlowRate, ThreadHub
 from moewe.moe.wide_ep.exchanges.group_shape import GroupShape
-from moewe.moe.wide_ep.exchanges.joining import OVER_LINKS, join_over_links
+from moewe.moe.wide_ep.exchanges.joining import join_over_links
 from moewe.moe.wide_ep.exchanges.stages import ANSWERS, COUNTS, ROWS, finish, in_turns
 from moewe.moe.wide_ep.exchanges.traffic import TrafficMeter
+from moewe.topologies.exchange_choice import OVER_LINKS
 from tests.support.cases import ROUTING_CASES, RoutingCase, drawn_cases
 from tests.support.exchanges import check_in_halves, partitions, shape_of
 from tests.support.ranks import run_threads

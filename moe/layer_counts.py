@@ -1,0 +1,57 @@
+"""What all MoE layers of a rank read and multiply in a pass, from what each of them left behind.
+
+Not the layer and not the counters (telemetry/counters.py); `models.pass_counts` counts what is around the layers.
+Letters: L_moe MoE layers, S slots of this rank. Units: bytes as held; operations, a multiplication and an addition two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ..telemetry import RankCounters
+from .layer import MoELayer
+
+
+class PassCounts:
+    """Counts what a pass over all MoE layers of a rank reads and multiplies: rows per slot, and weights.
+
+    Args:
+        layers: all MoE layers of the rank, in order.
+    """
+
+    def __init__(self, layers: Sequence[MoELayer]) -> None:
+        self._layers = layers
+        self._bytes_per_slot = np.array([layer.bytes_per_slot for layer in layers])
+        self._flops_per_row = np.array([float(layer.flops_per_row) for layer in layers])
+        self._router_bytes = sum(layer.router_bytes for layer in layers)
+        self._shared_bytes = sum(layer.shared_bytes for layer in layers)
+        self._router_flops = sum(layer.router_flops for layer in layers)
+        self._shared_flops = sum(layer.shared_flops for layer in layers)
+
+    def add(self, counters: RankCounters, *, num_rows: int, tokens_per_slot: np.ndarray | None = None) -> None:
+        """Count one pass.
+
+        Args:
+            counters: of the rank.
+            num_rows: this rank's own, which went through routers and shared experts.
+            tokens_per_slot: [L_moe, S] i64, rows that reached each slot; None takes what the last call of each layer
+                left. Where that is on a GPU the host waits for it here, once a pass.
+        """
+        again = None
+        if tokens_per_slot is None:
+            tokens_per_slot = torch.stack([layer.tokens_per_slot for layer in self._layers]).cpu().numpy()
+            again = torch.stack([layer.read_again for layer in self._layers]).cpu().numpy()
+        counters.add_expert_tokens(tokens_per_slot)
+        slots_hit = np.add.reduce(tokens_per_slot != 0, axis=1)
+        if again is not None:
+            slots_hit += again
+        counters.add_bytes("routed", int(slots_hit @ self._bytes_per_slot))
+        counters.add_flops("routed", float(tokens_per_slot.sum(axis=1) @ self._flops_per_row))
+        if num_rows:
+            counters.add_bytes("dense", self._router_bytes)
+            counters.add_bytes("shared", self._shared_bytes)
+            counters.add_flops("dense", num_rows * self._router_flops)
+            counters.add_flops("shared", num_rows * self._shared_flops)
