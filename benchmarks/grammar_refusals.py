@@ -1,10 +1,12 @@
 """How soon is a bad or explosive grammar refused, and what do others feel of it? The demo, with streams that go on.
 
 Not a test (tests/e2e/test_structured.py says that they are refused). `--streams` clients stream while one client sends
-hostile requests one after another; before that the same streams run alone for as long. Each answer must be a 400, and
-each stream must go on. Units: milliseconds.
+hostile requests one after another; then while `--attackers` clients of one address send schemas that explode, all at
+once and later as `Retry-After` says, for `--seconds`, and a client of another address new schemas that are sound; then
+alone for as long. An attacker's answer must be a 400, or a 429 in parallel, and each stream must go on.
+Units: milliseconds.
 
-    python benchmarks/grammar_refusals.py --rounds 5
+    python benchmarks/grammar_refusals.py --rounds 5 --attackers 64
 """
 
 from __future__ import annotations
@@ -138,13 +140,57 @@ def refusals(url: str, rounds: range) -> dict[str, list[float]]:
     return found
 
 
+def attack(url: str, number: int, seconds: float) -> dict[str, list[float]]:
+    """Let `number` clients send schemas that explode, each new; return milliseconds to each answer by its status."""
+    times: dict[str, list[float]] = {"400": [], "429": []}
+    until = time.perf_counter() + seconds
+
+    def run(client_number: int) -> None:
+        turn = 0
+        with httpx.Client(timeout=60) as client:
+            while (start := time.perf_counter()) < until:
+                schema = hostile(10_000 * (client_number + 1) + turn)["schema that explodes"]
+                body = {"model": NAME, "prompt": "x", "max_tokens": 5, **schema}
+                answer = client.post(f"{url}/v1/completions", json=body)
+                times[str(answer.status_code)].append((time.perf_counter() - start) * 1e3)
+                turn += 1
+                if answer.status_code == 429 and turn > 1:  # the first wave comes all at once; then as clients do
+                    time.sleep(float(answer.headers["retry-after"]))
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return times
+
+
+def sound(url: str, seconds: float) -> tuple[list[float], int]:
+    """Send new sound schemas from another address, five a second; return milliseconds to answers, and refusals."""
+    times, refused, until = [], 0, time.perf_counter() + seconds
+    with httpx.Client(timeout=60, transport=httpx.HTTPTransport(local_address="127.0.0.2")) as client:
+        while (start := time.perf_counter()) < until:
+            body = {"model": NAME, "prompt": "x", "max_tokens": 1, "guided_json": {"const": f"a{start}"}}
+            answer = client.post(f"{url}/v1/completions", json=body)
+            refused += answer.status_code == 429
+            times.append((time.perf_counter() - start) * 1e3)
+            time.sleep(max(0.0, 0.2 - times[-1] / 1e3))
+    return times, refused
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--attackers", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--attack", metavar="URL", help="only attack a server, and print the times as JSON")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.attack:
+        print(json.dumps(attack(args.attack, args.attackers, args.seconds)))
+        return
     server = Server()
     try:
         refusals(server.url, range(1))  # warm
@@ -153,18 +199,34 @@ def main() -> None:
         times = refusals(server.url, range(1, 1 + args.rounds))
         beside = streams.stop()
         streams = Streams(server.url, args.streams)
+        # In a process of their own: what they compute must not hold up the streams' clients.
+        command = [sys.executable, __file__, "--attack", server.url, "--attackers", str(args.attackers)]
+        attackers = subprocess.Popen([*command, "--seconds", str(args.seconds)], stdout=subprocess.PIPE)
+        sound_ms, refused = sound(server.url, args.seconds)
+        parallel = json.loads(attackers.communicate()[0])
+        beside_many = streams.stop()
+        streams = Streams(server.url, args.streams)
         time.sleep(time.perf_counter() - began)
         alone = streams.stop()
     finally:
         server.close()
     results: dict[str, Any] = {"refusals_ms": {name: records.summary(values) for name, values in times.items()}}
-    results["between_tokens"] = {"beside refusals": beside, "alone": alone}
+    results["between_tokens"] = {"beside one": beside, "beside many": beside_many, "alone": alone}
+    results["in_parallel"] = {
+        f"{status} ms": records.summary(values) for status, values in parallel.items() if values
+    } | {"sound schemas ms": records.summary(sound_ms), "sound schemas refused": refused}
     for name, values in results["refusals_ms"].items():
         print(f"{name:<32} 400 after {values['median']:7.1f} ms [{values['min']:.1f}, {values['max']:.1f}]")
+    for name, values in results["in_parallel"].items():
+        if isinstance(values, dict):
+            shown = f"{values['runs']} times after {values['median']:.1f} ms [{values['min']:.1f}, {values['max']:.1f}]"
+            print(f"{args.attackers} attackers, {name}: {shown}")
+    print(f"of the sound schemas {refused} were refused with 429")
     for name, values in results["between_tokens"].items():
         shown = "  ".join(f"{key[:-3]} {value:.1f} ms" for key, value in values.items())
         print(f"between tokens of {args.streams} streams, {name:<16}: {shown}")
-    worst = max(values["max"] for values in results["refusals_ms"].values())
+    answers = [*results["refusals_ms"].values(), *map(records.summary, filter(None, parallel.values()))]
+    worst = max(values["max"] for values in answers)
     print(f"slowest refusal {worst:.0f} ms (wanted: {WANTED_MS:.0f})")
     records.write("grammar_refusals", results, args.out)
 

@@ -24,7 +24,8 @@ from .params import StructuredSpec
 
 log = logging.getLogger(__name__)
 
-NUM_THREADS = 2
+# Masks and compiling have threads of their own: nobody's next token waits for the grammar of a newcomer.
+NUM_MASK_THREADS, NUM_COMPILE_THREADS = 2, 2
 # A grammar that works on one token for so long is given up; another thread takes the place of the one it keeps.
 PATIENCE_S = 10.0
 MOST_LOST_THREADS = 8
@@ -78,6 +79,43 @@ class _Job:
     may_end: bool = True
     started: float = 0.0
     waited_for: bool = False
+    threads: _Threads | None = None  # that have it
+
+
+class _Threads:
+    """Threads that do one kind of job, begun at the first. A job that is given up keeps its thread; another is begun.
+
+    Args:
+        number: of them.
+        work: does one job.
+    """
+
+    def __init__(self, number: int, work: Callable[[_Job], None]) -> None:
+        self._number = number
+        self._work = work
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._num_begun = 0
+        self._num_lost = 0
+
+    def submit(self, job: _Job) -> None:
+        """Do a job when a thread is free."""
+        while self._num_begun < self._number + min(self._num_lost, MOST_LOST_THREADS):
+            threading.Thread(target=self._run, name="moewe-grammar", daemon=True).start()
+            self._num_begun += 1
+        self._jobs.put(job)
+
+    def lose(self) -> None:
+        """Count one thread as lost."""
+        self._num_lost += 1
+
+    def shutdown(self) -> None:
+        """Let them end after the jobs at hand."""
+        for _ in range(self._num_begun):
+            self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._work(job)
 
 
 class GrammarMasks:
@@ -91,10 +129,9 @@ class GrammarMasks:
         self._make_matcher = make_matcher
         self._requests: dict[str, _Job] = {}  # all that are open
         self._pending: dict[str, _Job] = {}  # those of them that a thread works on, or will
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._masking = _Threads(NUM_MASK_THREADS, self._work)
+        self._compiling = _Threads(NUM_COMPILE_THREADS, self._work)
         self._done: queue.SimpleQueue[tuple[_Job, MadeMask]] = queue.SimpleQueue()
-        self._num_threads = 0
-        self._num_lost = 0
 
     @property
     def num_pending(self) -> int:
@@ -151,12 +188,10 @@ class GrammarMasks:
         return made + self._given_up()
 
     def _submit(self, job: _Job) -> None:
-        while self._num_threads < NUM_THREADS + min(self._num_lost, MOST_LOST_THREADS):
-            threading.Thread(target=self._work, name="moewe-grammar", daemon=True).start()
-            self._num_threads += 1
         job.started = 0.0
         self._pending[job.request_id] = job
-        self._jobs.put(job)
+        job.threads = self._compiling if job.matcher is None else self._masking
+        job.threads.submit(job)
 
     def _given_up(self) -> list[MadeMask]:
         now = time.monotonic()
@@ -164,14 +199,14 @@ class GrammarMasks:
         for job in late:
             log.error("a grammar works on one token for more than %.0f s; its request ends", PATIENCE_S)
             del self._pending[job.request_id]
-            self._num_lost += 1
+            assert job.threads is not None
+            job.threads.lose()
         error = "the grammar is too complex for this text; make it simpler"
         return [MadeMask(request_id=job.request_id, error=error) for job in late]
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job.started = time.monotonic()
-            self._done.put((job, self._make(job)))
+    def _work(self, job: _Job) -> None:
+        job.started = time.monotonic()
+        self._done.put((job, self._make(job)))
 
     def _make(self, job: _Job) -> MadeMask:
         try:
@@ -195,8 +230,8 @@ class GrammarMasks:
 
     def shutdown(self) -> None:
         """Let the threads end; for an engine that ends."""
-        for _ in range(self._num_threads):
-            self._jobs.put(None)
+        self._masking.shutdown()
+        self._compiling.shutdown()
 
 
 def grammar_matchers(

@@ -58,9 +58,9 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, kind="service_unavailable", code=code, headers=headers)
 
 
-def queue_full(message: str) -> ApiError:
+def queue_full(message: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
     """Return the error for a request that found every place taken; clients wait and send it again by themselves."""
-    headers = {"retry-after": str(RETRY_AFTER_S)}
+    headers = {"retry-after": str(retry_after_s)}
     return ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=headers)
 
 

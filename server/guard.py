@@ -12,6 +12,7 @@ import time
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .asker import ASKER, asker_of
 from .connections import NO_PLACE
 from .docs_page import DOCS_PATHS
 from .errors import ApiError, unavailable
@@ -51,6 +52,7 @@ class Guard:
         if refusal is not None:
             await _answer(send, refusal)
             return
+        ASKER.set(asker_of(scope["headers"], (scope.get("client") or ("",))[0], keyed=self._keys.asks))
         await self._app(_in_origin_form(scope), _Body(receive, self._state.options.max_body_bytes), send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:

@@ -20,6 +20,7 @@ from ..text import ChatTemplate, Tokenizer
 from ..text.grammar_check import GrammarCheck
 from ..text.parsers import OutputFormat, output_format
 from .errors import ApiError, unavailable
+from .grammar_queue import GrammarQueue
 from .hub import Hub
 from .options import ServerOptions
 
@@ -68,6 +69,11 @@ class ServerState:
     latest_stats: Callable[[], list[Stats]] = list
     problem: str = ""
     grammar_check: GrammarCheck = field(default_factory=GrammarCheck)
+
+    @cached_property
+    def grammar_queue(self) -> GrammarQueue:
+        """When `grammar_check` tries which grammar."""
+        return GrammarQueue(self.grammar_check)
 
     @cached_property
     def output_format(self) -> OutputFormat:

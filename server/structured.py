@@ -1,14 +1,12 @@
 """Grammars of requests on their way to an engine: tried before they are queued, and joined with a model's thinking.
 
 Not the reading of fields (server/structured_fields.py) and not the following of a grammar (text/grammar.py). A grammar
-that cannot be used is a 400 before anything is queued; the work is done in other threads and in a process of its own.
+that cannot be used is a 400 before anything is queued; server/grammar_queue.py says when it is tried.
 Units: none.
 """
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -18,15 +16,13 @@ from ..text.grammar import GrammarError
 from ..text.grammar_check import GrammarUntried
 from ..text.parsers import OutputFormat
 from ..text.parsers.table import HARMONY, REASONING_FORMATS
+from .asker import ASKER
 from .errors import invalid, queue_full, unavailable
+from .grammar_queue import ComeLater
 from .state import ServerState
 
-# They only wait: for the helper that tries grammars (text/grammar_check.py).
-_THREADS = ThreadPoolExecutor(max_workers=4, thread_name_prefix="moewe-grammar-check")
-MOST_WAITING = 64
 # With gpt-oss the answer is what it writes into the channel `final`.
 _HARMONY_FINAL = "<|channel|>final<|message|>"
-_waiting = 0
 
 
 async def check_structure(state: ServerState, params: SamplingParams, field: str) -> None:
@@ -38,26 +34,22 @@ async def check_structure(state: ServerState, params: SamplingParams, field: str
         field: where the grammar was sent, for the error.
 
     Raises:
-        ApiError: 400 with what is wrong, 429 where too many grammars wait to be tried, 503 where nobody can try one.
+        ApiError: 400 with what is wrong, 429 where it cannot be tried soon, 503 where nobody can try it.
     """
-    global _waiting
     spec = params.structured
     if spec is None:
         return
     assert state.tokenizer is not None  # else runtime/checked_params.py has refused it
     if not state.tokenizer.has_pieces:
         raise invalid(f"{field} is not possible with this model's tokenizer; leave it out", field)
-    if _waiting >= MOST_WAITING:
-        raise queue_full(f"{_waiting} grammars wait to be checked; try again later")
-    _waiting += 1
     try:
-        await asyncio.get_running_loop().run_in_executor(_THREADS, state.grammar_check.check, spec.kind, spec.text)
+        await state.grammar_queue.check(spec.kind, spec.text, ASKER.get())
     except GrammarError as error:
         raise invalid(f"{field} cannot be used: {error}", field, "invalid_grammar") from None
+    except ComeLater as error:
+        raise queue_full(str(error), error.retry_after_s) from None
     except GrammarUntried as error:
         raise unavailable(f"{field} could not be tried: {error}; try again later", "grammar_untried") from None
-    finally:
-        _waiting -= 1
 
 
 def with_thinking(params: SamplingParams, formats: OutputFormat, prompt: str) -> SamplingParams:

@@ -2,7 +2,8 @@
 
 Not a compiler for a model (`grammar.py`): it says whether a grammar can be used. Checks that cost nothing are made
 here; the rest in a helper process (`grammar_helper.py`), started at the first grammar, whose children the kernel ends
-at their limit. What was tried is remembered.
+at their limit. What was tried is remembered, refusals apart from the rest, so that many of them push nothing else out.
+Who is tried when is not decided here (server/grammar_queue.py).
 Units: seconds.
 """
 
@@ -20,8 +21,9 @@ from threading import BoundedSemaphore, Lock
 import msgspec
 
 from .grammar import GrammarError, grammar_source
-from .grammar_helper import STARTED
+from .grammar_helper import CPU_SECONDS, STARTED
 
+# Of each kind: grammars that can be used, and refusals.
 REMEMBERED = 1024
 # At once; the others wait. A child may take all of a core for its time.
 MOST_TRIALS = 2
@@ -34,56 +36,77 @@ class GrammarUntried(RuntimeError):
     """Nobody could say whether a grammar can be used: the machine is too busy, or helpers do not live."""
 
 
+class GrammarUndecided(RuntimeError):
+    """A trial met a limit below the one that counts."""
+
+
 class GrammarCheck:
     """Safe to use from many threads; `close` ends the helper."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._trials = BoundedSemaphore(MOST_TRIALS)
-        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
+        self._sound: OrderedDict[bytes, str] = OrderedDict()
+        self._refused: OrderedDict[bytes, str] = OrderedDict()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self.num_trials = 0
 
-    def check(self, kind: str, text: str) -> None:
+    def remembered(self, kind: str, text: str) -> str | None:
+        """Return what is wrong with a grammar that was tried, empty when nothing is; None when nobody knows."""
+        key = _key(kind, text)
+        with self._lock:
+            for verdicts in (self._sound, self._refused):
+                if key in verdicts:
+                    verdicts.move_to_end(key)
+                    return verdicts[key]
+        return None
+
+    def check(self, kind: str, text: str, *, cpu_seconds: float = CPU_SECONDS) -> None:
         """Return when a grammar can be used; may wait for others. Not for an event loop.
 
         Args:
             kind, text: see `grammar_source`.
+            cpu_seconds: what the trial may take; less than the default leaves it undecided there.
 
         Raises:
             GrammarError: the grammar cannot be used; one line that says why.
+            GrammarUndecided: it takes longer than `cpu_seconds`; nothing is remembered of it.
             GrammarUntried: try again later; nothing is remembered of it.
         """
-        key = sha256(f"{kind}\0{text}".encode("utf-8", "surrogatepass")).digest()
-        with self._lock:
-            problem = self._verdicts.get(key)
+        problem = self.remembered(kind, text)
         if problem is None:
             source = grammar_source(kind, text)
             with self._trials:
-                problem = self._try(source)
-            with self._lock:
-                self._verdicts[key] = problem
-                while len(self._verdicts) > REMEMBERED:
-                    self._verdicts.popitem(last=False)
+                problem = self._try(source, cpu_seconds)
+            if problem == TOO_COMPLEX and cpu_seconds < CPU_SECONDS:
+                raise GrammarUndecided
+            self._remember(_key(kind, text), problem)
         if problem:
             raise GrammarError(problem)
+
+    def _remember(self, key: bytes, problem: str) -> None:
+        with self._lock:
+            verdicts = self._refused if problem else self._sound
+            verdicts[key] = problem
+            while len(verdicts) > REMEMBERED:
+                verdicts.popitem(last=False)
 
     def close(self) -> None:
         """End the helper; a later check starts another."""
         with self._lock:
             self._end()
 
-    def _try(self, source: str) -> str:
+    def _try(self, source: str, cpu_seconds: float) -> str:
         """Return what is wrong with a grammar; empty when nothing is."""
         for _ in range(2):  # a helper may end between two trials, or with a trial in its hands
-            answer = self._ask(source)
+            answer = self._ask(source, cpu_seconds)
             if answer.startswith(STARTED):
                 verdict = answer.removeprefix(STARTED)
                 return msgspec.msgpack.decode(verdict, type=str) if verdict else TOO_COMPLEX
         raise GrammarUntried("the helper that tries grammars ended twice")
 
-    def _ask(self, source: str) -> bytes:
+    def _ask(self, source: str, cpu_seconds: float) -> bytes:
         """Return all that a child says about a grammar before it ends."""
         ours, theirs = socket.socketpair()
         with ours:
@@ -93,7 +116,7 @@ class GrammarCheck:
             answer = b""
             try:
                 with suppress(BrokenPipeError):  # the child died while it read, but may have spoken before
-                    ours.sendall(msgspec.msgpack.encode(source))
+                    ours.sendall(msgspec.msgpack.encode((cpu_seconds, source)))
                     ours.shutdown(socket.SHUT_WR)
                 with suppress(ConnectionResetError):
                     while part := ours.recv(1 << 16):
@@ -136,3 +159,7 @@ class GrammarCheck:
                 self._process.kill()
                 self._process.wait()
             self._process = None
+
+
+def _key(kind: str, text: str) -> bytes:
+    return sha256(f"{kind}\0{text}".encode("utf-8", "surrogatepass")).digest()

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,41 @@ def test_hostile_grammars_are_refused_while_a_stream_goes_on(server: ServerProce
     assert chunks > 100, "the stream was not served"
     assert chat(server, guided_choice=["ok"], max_tokens=5).choices[0].message.content == "ok"
     assert server.process.poll() is None
+    server.wait_idle(20)
+
+
+def test_attackers_in_parallel_are_refused_and_a_stranger_is_served(server: ServerProcess) -> None:
+    """All attackers share an address. The stranger has another one, and new grammars that are meant well."""
+    answers: list[httpx.Response] = []
+
+    def ask(client: httpx.Client, **fields: Any) -> httpx.Response:
+        body = {"model": NAME, "prompt": "x", "max_tokens": 9, **fields}
+        return client.post(f"{server.url}/v1/completions", json=body)
+
+    def attack(number: int) -> None:
+        with httpx.Client(timeout=60) as client:
+            for turn in range(3):
+                answers.append(ask(client, guided_json={**EXPLOSIVE, "title": f"{number}.{turn}"}))
+
+    threads = [threading.Thread(target=attack, args=(number,)) for number in range(48)]
+    for thread in threads:
+        thread.start()
+    with httpx.Client(timeout=60, transport=httpx.HTTPTransport(local_address="127.0.0.2")) as stranger:
+        for number in range(5):
+            served = ask(stranger, guided_choice=[f"ok{number}"])
+            for _ in range(20):  # on a busy machine even its turn may come too late for the promise
+                if served.status_code == 200:
+                    break
+                time.sleep(float(served.headers["retry-after"]))
+                served = ask(stranger, guided_choice=[f"ok{number}"])
+            assert served.json()["choices"][0]["text"] == f"ok{number}"
+    for thread in threads:
+        thread.join()
+    assert {answer.status_code for answer in answers} == {400, 429} and len(answers) == 144
+    for answer in answers:
+        code = "queue_full" if answer.status_code == 429 else "invalid_grammar"
+        assert answer.json()["error"]["code"] == code
+        assert answer.status_code == 400 or int(answer.headers["retry-after"]) >= 1
     server.wait_idle(20)
 
 

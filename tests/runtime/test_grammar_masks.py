@@ -126,6 +126,21 @@ def test_the_loop_waits_once_for_each_and_never_for_a_compilation(masks: Grammar
     assert masks.collect(WAIT_S) == [MadeMask(request_id="slow", mask=b"\2\1")]
 
 
+def test_no_mask_waits_for_the_grammars_of_newcomers(masks: GrammarMasks, gate: threading.Event) -> None:
+    begin(masks, "old")
+    assert one(masks).mask == b"\0\1"
+    for number in range(8):  # more than there are threads, none of which comes back
+        begin(masks, f"new{number}", "wait")
+    for token in range(2):
+        masks.advance("old", [token], may_end=True)
+        assert masks.collect(WAIT_S) == [MadeMask(request_id="old", mask=bytes([token + 1, 1]))]
+    gate.set()
+    names: set[str] = set()
+    while masks.num_pending:
+        names |= {made.request_id for made in masks.collect(WAIT_S, for_any=True)}
+    assert names == {f"new{number}" for number in range(8)}
+
+
 def test_what_is_made_for_a_closed_request_is_dropped(masks: GrammarMasks, gate: threading.Event) -> None:
     begin(masks, "a", "wait")
     masks.close("a")

@@ -14,7 +14,7 @@ import pytest
 
 from moewe.text import grammar_check
 from moewe.text.grammar import GrammarError
-from moewe.text.grammar_check import TOO_COMPLEX, GrammarCheck, GrammarUntried
+from moewe.text.grammar_check import TOO_COMPLEX, GrammarCheck, GrammarUndecided, GrammarUntried
 from moewe.text.grammar_helper import STARTED
 
 
@@ -82,6 +82,27 @@ def test_verdicts_are_remembered_and_forgotten(monkeypatch: pytest.MonkeyPatch) 
         check.close()
 
 
+def test_refusals_push_no_sound_grammar_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = GrammarCheck()
+    monkeypatch.setattr(check, "_try", lambda source, cpu_seconds: "" if "abc" in source else TOO_COMPLEX)
+    monkeypatch.setattr(grammar_check, "REMEMBERED", 4)
+    check.check("regex", "abc")
+    for number in range(9):
+        refusal(check, "regex", f"x{number}")
+    assert [check.remembered("regex", f"x{number}") for number in (4, 5, 8)] == [None, TOO_COMPLEX, TOO_COMPLEX]
+    assert check.remembered("regex", "abc") == ""
+
+
+def test_a_trial_below_the_limit_leaves_it_open(check: GrammarCheck) -> None:
+    text = json.dumps(patterns(16))
+    with pytest.raises(GrammarUndecided):
+        check.check("json", text, cpu_seconds=0.03)
+    assert check.remembered("json", text) is None
+    assert refusal(check, "json", text) == TOO_COMPLEX
+    assert check.remembered("json", text) == TOO_COMPLEX
+    check.check("regex", "below[ab]", cpu_seconds=0.2)
+
+
 def test_cheap_mistakes_never_reach_the_helper() -> None:
     check = GrammarCheck()
     assert "repeats" in refusal(check, "regex", "foo**")
@@ -124,7 +145,7 @@ def test_a_helper_that_ends_with_a_trial_in_its_hands_is_replaced(monkeypatch: p
     check = GrammarCheck()
     try:
         answers = iter([b"", STARTED + msgspec.msgpack.encode("")])
-        monkeypatch.setattr(check, "_ask", lambda source: next(answers))
+        monkeypatch.setattr(check, "_ask", lambda *_: next(answers))
         check.check("regex", "first")
         answers = iter([b"", b""])
         with pytest.raises(GrammarUntried, match="twice"):
