@@ -18,6 +18,7 @@ from typing import Protocol
 
 from ..text import Tokenizer
 from ..text.grammar import GrammarStuck, GrammarTokens
+from ..text.grammar_calls import AnswerOrCalls
 from ..text.grammar_thinking import ThinkingMatcher
 from .messages import GRAMMAR_STUCK, INVALID_GRAMMAR
 from .params import StructuredSpec
@@ -247,11 +248,12 @@ def grammar_matchers(
     def make(spec: StructuredSpec) -> TextMatcher:
         with lock:
             vocabulary = tokens()
-        answer = vocabulary.matcher(spec.kind, spec.text)
+        matcher = vocabulary.matcher(spec.kind, spec.text)
+        call_id = tokenizer.single_token(spec.call_start)
+        answer = matcher if call_id is None else AnswerOrCalls(matcher, call_id)
         if not spec.thinking_end:
             return answer
-        start = tokenizer.encode(spec.thinking_start, add_special_tokens=False) if spec.thinking_start else []
-        start_id = start[0] if len(start) == 1 else None
+        start_id = tokenizer.single_token(spec.thinking_start)
         return ThinkingMatcher(
             answer, spec.thinking_end, opened=spec.thinking, start_id=start_id, token_bytes=tokenizer.token_bytes
         )

@@ -35,6 +35,8 @@ class StructuredSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             says it all.
         thinking_start, thinking_end: marks between which the model may think first, freely; empty when it does not.
         thinking: the output begins within them.
+        call_start: the mark with which the model may begin calls of tools instead, freely; a token of its own. Empty
+            when it may not.
     """
 
     kind: str
@@ -42,6 +44,7 @@ class StructuredSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     thinking_start: str = ""
     thinking_end: str = ""
     thinking: bool = False
+    call_start: str = ""
 
     def __post_init__(self) -> None:
         from ..text.grammar import GRAMMAR_KINDS  # brings a tokenizer along, which most users of this module lack

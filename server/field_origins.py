@@ -53,6 +53,7 @@ DIFFERENCES = {
     "stream_options": "OpenAI has no `continuous_usage_stats`",
     "temperature": "OpenAI: up to 2",
     "tool_choice": "OpenAI's `allowed_tools` is not supported",
+    "tools": "beside `response_format` with `tool_choice` auto: only with models whose calls a single token opens",
 }
 
 

@@ -25,7 +25,7 @@ from .field_table import as_json
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
 from .state import ServerState
 from .strict import whole_numbers
-from .structured import check_structure, with_thinking
+from .structured import check_structure, with_calls, with_thinking
 from .tool_plan import ToolPlan, tool_plan
 
 MOST_PROMPTS = 2048
@@ -106,13 +106,15 @@ async def chat_intake(state: ServerState, request: ChatRequest) -> Intake:
     if not prompt:
         raise invalid("messages give an empty prompt; send some text", "messages")
     intake = await _intake(state, request, [prompt], None)
-    if intake.params.structured is not None and plan.tools:
-        raise invalid(
-            f"{_structure_field(request)} and tools exclude each other: an answer that keeps to a grammar is no call; "
-            "leave one of them out, or send tool_choice none", "tools",
-        )  # fmt: skip
-    params = plan.sampling(with_thinking(intake.params, plan.formats, text))
-    await check_structure(state, params, "tools" if plan.forced else _structure_field(request))
+    params, field = intake.params, _structure_field(request)
+    if plan.forced:
+        await check_structure(
+            state, params, field
+        )  # a call has no text to hold, but what is wrong is told all the same
+    elif plan.tools:
+        params = with_calls(params, plan.formats, state.tokenizer, field)
+    params = plan.sampling(with_thinking(params, plan.formats, text))
+    await check_structure(state, params, "tools" if plan.forced else field)
     return replace(intake, params=params, reading=plan.reading(text))
 
 

@@ -1,4 +1,4 @@
-"""Grammars of requests on their way to an engine: tried before they are queued, and joined with a model's thinking.
+"""Grammars of requests on their way to an engine: tried before they are queued, and joined with thinking and calls.
 
 Not the reading of fields (server/structured_fields.py) and not the following of a grammar (text/grammar.py). A grammar
 that cannot be used is a 400 before anything is queued; server/grammar_queue.py says when it is tried.
@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from ..runtime.params import SamplingParams, StructuredSpec
+from ..text import Tokenizer
 from ..text.grammar import GrammarError
 from ..text.grammar_check import GrammarUntried
 from ..text.parsers import OutputFormat
@@ -50,6 +51,32 @@ async def check_structure(state: ServerState, params: SamplingParams, field: str
         raise queue_full(str(error), error.retry_after_s) from None
     except GrammarUntried as error:
         raise unavailable(f"{field} could not be tried: {error}; try again later", "grammar_untried") from None
+
+
+def with_calls(
+    params: SamplingParams, formats: OutputFormat, tokenizer: Tokenizer | None, field: str
+) -> SamplingParams:
+    """Return `params` whose grammar leaves a model free to call tools instead of answering.
+
+    Args:
+        params: of a chat with tools, whose answer may be a call.
+        formats: of the model.
+        tokenizer: of the model.
+        field: where the grammar was sent, for the error.
+
+    Raises:
+        ApiError: 400, the first token does not tell a call of this model from an answer.
+    """
+    if params.structured is None or formats.tools == formats.reasoning == HARMONY:
+        return params  # with gpt-oss a call stands before the channel of the answer, where nothing is held
+    opening = formats.call_opening
+    if not opening or tokenizer is None or tokenizer.single_token(opening) is None:
+        raise invalid(
+            f"{field} and tools exclude each other with this model, whose calls no single token opens: an answer that "
+            "keeps to a grammar is no call; leave one of them out, or send tool_choice none or required", "tools",
+        )  # fmt: skip
+    spec: StructuredSpec = msgspec.structs.replace(params.structured, call_start=opening)
+    return msgspec.structs.replace(params, structured=spec)
 
 
 def with_thinking(params: SamplingParams, formats: OutputFormat, prompt: str) -> SamplingParams:

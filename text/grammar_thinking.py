@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from .grammar import Matcher
+from .grammar_calls import AnswerOrCalls, allowing
 
 
 class ThinkingMatcher:
@@ -24,7 +23,13 @@ class ThinkingMatcher:
     """
 
     def __init__(
-        self, answer: Matcher, end: str, *, opened: bool, start_id: int | None, token_bytes: Callable[[int], bytes]
+        self,
+        answer: Matcher | AnswerOrCalls,
+        end: str,
+        *,
+        opened: bool,
+        start_id: int | None,
+        token_bytes: Callable[[int], bytes],
     ) -> None:
         self._answer = answer
         self._end = end.encode()
@@ -56,8 +61,6 @@ class ThinkingMatcher:
         if self._thinks:
             return None
         mask = self._answer.mask(may_end=may_end)
-        if not self._may_start or self._start_id is None:
+        if mask is None or not self._may_start or self._start_id is None:
             return mask
-        words = np.frombuffer(mask, "<u4").copy()
-        words[self._start_id // 32] |= np.uint32(1 << self._start_id % 32)
-        return words.tobytes()
+        return allowing(mask, self._start_id)

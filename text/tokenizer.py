@@ -63,6 +63,11 @@ class Tokenizer:
         self.whole_texts: Mapping[int, str | None] = _WholeTexts(self.token_bytes)
         self._longest_token = 0
 
+    def single_token(self, text: str) -> int | None:
+        """Return the token that is all of `text`; None where it takes several, or none."""
+        ids = self.encode(text, add_special_tokens=False) if text else []
+        return ids[0] if len(ids) == 1 else None
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`, with what the tokenizer adds around it (BOS at most once)."""
         if not text.isascii():

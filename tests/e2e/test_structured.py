@@ -15,6 +15,7 @@ import httpx
 import jsonschema
 import openai
 import pytest
+from tokenizers import Tokenizer
 
 from tests.support import fixtures, small_tokenizers
 from tests.support.server_process import NAME, ServerProcess
@@ -35,6 +36,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "bird", "schema": SCHEMA, "strict": True}}
+CALL = "<tool_call>"
 HI = [{"role": "user", "content": "hi"}]
 # Too much for the time a grammar gets: the intersection of automata explodes.
 EXPLOSIVE = {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}c"} for i in range(3, 20)]}
@@ -60,6 +62,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     shutil.copytree(fixtures.checkpoint("T-QW3"), folder)
     write_tokenizer(folder)
     flags = ("--max-num-seqs", "8", "--kv-cache-memory-bytes", "64MiB", "--max-model-len", "1024")
+    flags += ("--tool-call-parser", "hermes")
     with ServerProcess(folder, *flags) as server:
         yield server
 
@@ -68,6 +71,9 @@ def write_tokenizer(folder: Path) -> None:
     for old in folder.glob("*token*"):
         old.unlink()
     small_tokenizers.write(folder, "byte_level", chat_template=TEMPLATE)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([CALL])
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def chat(server: ServerProcess, **fields: Any) -> Any:
@@ -238,5 +244,16 @@ def test_a_demanded_call_is_one(server: ServerProcess) -> None:
     tools[0]["function"]["parameters"] = {"type": "object", "properties": {"to": {"type": "strng"}}}  # type: ignore[index]
     with pytest.raises(openai.BadRequestError, match="strng"):
         chat(server, tools=tools, tool_choice="required")
-    with pytest.raises(openai.BadRequestError, match="exclude each other"):
-        chat(server, tools=tools, tool_choice="required", response_format=FORMAT)
+
+
+def test_beside_tools_a_schema_holds_the_answer_and_no_call(server: ServerProcess) -> None:
+    tools = [{"type": "function", "function": {"name": "fly", "parameters": {"type": "object"}}}]
+    (mark,) = httpx.post(f"{server.url}/tokenize", json={"prompt": CALL}, timeout=60).json()["tokens"]
+    asked: dict[str, Any] = {"tools": tools, "response_format": FORMAT, "max_tokens": 400, "temperature": 1.0}
+    for seed in range(3):
+        answer = chat(server, **asked, seed=seed, logit_bias={str(mark): -100}).choices[0]
+        jsonschema.validate(json.loads(answer.message.content), SCHEMA)
+        assert not answer.message.tool_calls and answer.finish_reason == "stop"
+    called = chat(server, **asked | {"max_tokens": 6}, seed=1, logit_bias={str(mark): 100}).choices[0]
+    assert called.message.content == CALL * 6, "the mark is allowed, and after it everything"
+    server.wait_idle(20)

@@ -31,6 +31,7 @@ class ToolFormat:
         make: a parser for one output, given the types of arguments.
         marks: a template that writes all of these writes this format.
         or_marks: so does one that writes all of these.
+        opening: what stands before the first call, where no answer can begin so; empty where that may be.
         tokens: marks that may be special tokens, which are then kept as text.
         short_ids: ids of calls are 9 letters and digits, as the template demands.
     """
@@ -39,6 +40,7 @@ class ToolFormat:
     marks: tuple[str, ...]
     tokens: tuple[str, ...]
     or_marks: tuple[str, ...] = ()
+    opening: str = ""
     short_ids: bool = False
 
     def is_written_by(self, template: str) -> bool:
@@ -73,33 +75,41 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     ),
     "deepseek_v3": ToolFormat(
         make=lambda _: SectionedCalls(DEEPSEEK), marks=(DEEPSEEK.begin, DEEPSEEK.separator, "```json"),
-        tokens=DEEPSEEK.all,
+        tokens=DEEPSEEK.all, opening=DEEPSEEK.begin,
     ),
     "deepseek_v31": ToolFormat(
-        make=lambda _: SectionedCalls(DEEPSEEK), marks=(DEEPSEEK.begin, DEEPSEEK.separator), tokens=DEEPSEEK.all
+        make=lambda _: SectionedCalls(DEEPSEEK), marks=(DEEPSEEK.begin, DEEPSEEK.separator), tokens=DEEPSEEK.all,
+        opening=DEEPSEEK.begin,
     ),
-    "kimi_k2": ToolFormat(make=lambda _: SectionedCalls(KIMI), marks=(KIMI.begin,), tokens=KIMI.all),
+    "kimi_k2": ToolFormat(
+        make=lambda _: SectionedCalls(KIMI), marks=(KIMI.begin,), tokens=KIMI.all, opening=KIMI.begin
+    ),
     "minimax_m2": ToolFormat(
-        make=MiniMax, marks=("minimax:tool_call", "<invoke name="), tokens=(*MiniMax.starts, MiniMax.end)
+        make=MiniMax, marks=("minimax:tool_call", "<invoke name="), tokens=(*MiniMax.starts, MiniMax.end),
+        opening=MiniMax.starts[0],
     ),
     "glm45": ToolFormat(
         make=Glm, marks=("<tool_call>", "<arg_key>"),
-        tokens=(*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        tokens=(*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"), opening=_TAGS[0],
     ),
-    "qwen3_coder": ToolFormat(make=QwenCoder, marks=("<tool_call>", "<function=", "<parameter="), tokens=_TAGS),
+    "qwen3_coder": ToolFormat(
+        make=QwenCoder, marks=("<tool_call>", "<function=", "<parameter="), tokens=_TAGS, opening=_TAGS[0]
+    ),
     "mistral": ToolFormat(
         make=lambda _: Mistral(), marks=("[TOOL_CALLS]",), tokens=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-        short_ids=True,
+        opening="[TOOL_CALLS]", short_ids=True,
     ),
     "hunyuan": ToolFormat(
         make=lambda _: TaggedJson("<tool_calls>", "</tool_calls>"), marks=("<tool_calls>",),
-        tokens=("<tool_calls>", "</tool_calls>"),
+        tokens=("<tool_calls>", "</tool_calls>"), opening="<tool_calls>",
     ),
     # Its key as well, since other formats use the same tag; the quote after it may be escaped.
-    "hermes": ToolFormat(make=lambda _: TaggedJson(), marks=("<tool_call>", '"arguments'), tokens=_TAGS),
+    "hermes": ToolFormat(
+        make=lambda _: TaggedJson(), marks=("<tool_call>", '"arguments'), tokens=_TAGS, opening=_TAGS[0]
+    ),
     "granite": ToolFormat(
         make=lambda _: TaggedJson("<|tool_call|>", "<|end_of_text|>"), marks=("<|tool_call|>",),
-        tokens=("<|tool_call|>",),
+        tokens=("<|tool_call|>",), opening="<|tool_call|>",
     ),
     "llama4_pythonic": ToolFormat(
         make=lambda _: Pythonic(), marks=("<|python_start|>",), tokens=("<|python_start|>", "<|python_end|>")
@@ -154,6 +164,11 @@ class OutputFormat:
         elif self.reasoning is not None:
             marks += (REASONING_FORMATS[self.reasoning].start, REASONING_FORMATS[self.reasoning].end)
         return any(mark in special for mark in marks)
+
+    @property
+    def call_opening(self) -> str:
+        """What stands before the first call and before no answer; empty where there is no such mark."""
+        return TOOL_FORMATS[self.tools].opening if self.tools is not None else ""
 
     @property
     def short_ids(self) -> bool:
