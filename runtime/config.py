@@ -52,7 +52,8 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
         topology: canonical long form, e.g. `EP2DP1[adp=2,atp=1,red=0]`, or `auto`.
         ranks: `processes`, or `threads` of one process (tests).
         device: `cpu` or `cuda`.
-        threads: compute threads a rank; None divides the cores of the host among its ranks.
+        threads: compute threads a rank; None takes what OMP_NUM_THREADS names, else divides the cores of the host
+            among its ranks.
         numa_bind: pin each rank to the cores of one NUMA node.
         exchange: what joins the ranks of a group: `auto`, or one of `topologies.exchange_choice.EXCHANGES`.
         exchange_payload: how rows travel to experts: `auto` as they are, `fp8` in e4m3 with a scale for 128 columns.

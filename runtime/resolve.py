@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,6 +55,7 @@ log = logging.getLogger(__name__)
 # On CPU, KV whose size nobody asked for takes at most this part of the host's memory (1/8): it is zeroed at start, and
 # the host has other things to do. Ask for more with --kv-cache-memory-bytes.
 CPU_KV_DIVISOR = 8
+THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,10 +266,23 @@ def _compute(config: EngineConfig, topology: Topology) -> tuple[int, tuple[tuple
     """Return compute threads a rank and, when binding, the CPUs of every global rank."""
     cpus = rank_cpus(numa_nodes(), topology.num_ranks) if config.parallel.numa_bind else ()
     threads = config.parallel.threads
-    if threads is None:
+    if threads is None and (threads := named_threads(os.environ)) is not None:
+        log.info("threads: %d a rank, as %s says; %d cores for %d ranks", threads, THREADS_VARIABLE, host_cores(),
+                 topology.num_ranks)  # fmt: skip
+    elif threads is None:
         threads = min(len(own) for own in cpus) if cpus else max(1, host_cores() // topology.num_ranks)
         log.info("threads: %d a rank, %d cores for %d ranks", threads, host_cores(), topology.num_ranks)
     return threads, cpus
+
+
+def named_threads(environment: Mapping[str, str]) -> int | None:
+    """Return the threads that OMP_NUM_THREADS names; of a list the first, as OpenMP has it, None where it is none."""
+    value = environment.get(THREADS_VARIABLE, "").partition(",")[0].strip()
+    if value.isascii() and value.isdigit() and int(value) > 0:
+        return int(value)
+    if value:
+        log.warning("%s=%s is no number of threads and is not used; set --threads", THREADS_VARIABLE, value[:40])
+    return None
 
 
 def rank_cpus(nodes: list[list[int]], num_ranks: int) -> tuple[tuple[int, ...], ...]:

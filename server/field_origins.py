@@ -34,7 +34,10 @@ VLLM_LACKS = frozenset({
     "verbosity", "web_search_options",
 })  # fmt: skip
 # In older versions of vLLM alone, which others took over.
-VLLM_OLD = frozenset({"guided_choice", "guided_grammar", "guided_json", "guided_regex"})
+VLLM_OLD = frozenset({
+    "guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex",
+    "guided_whitespace_pattern",
+})  # fmt: skip
 
 DIFFERENCES = {
     "best_of": "OpenAI generates more and returns the best",

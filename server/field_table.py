@@ -13,11 +13,12 @@ from typing import Any
 
 from .errors import invalid
 
-# They change no output: labels for the operator of another service, hints for caches, queues and billing.
+# They change no output: labels for the operator of another service, hints for caches, queues and billing, and which of
+# its libraries another server shall use.
 IGNORED = frozenset({
-    "cache_salt", "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-    "return_mm_kwargs", "return_token_offsets", "safety_identifier", "service_tier", "session_id", "store",
-    "stream_interval", "user",
+    "cache_salt", "guided_decoding_backend", "metadata", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "return_mm_kwargs", "return_token_offsets", "safety_identifier", "service_tier",
+    "session_id", "store", "stream_interval", "user",
 })  # fmt: skip
 # Known to OpenAI or to other servers, not offered here. The values listed ask for nothing, so they are fine.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -28,6 +29,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "ec_transfer_params": (None,),
     "function_call": (None, "none"),
     "functions": (None, []),
+    "guided_whitespace_pattern": (None,),
     "include_reasoning": (None, True),
     "kv_transfer_params": (None,),
     "length_penalty": (None, 1),
@@ -59,6 +61,8 @@ INSTEAD = {
     "chat_template": "start the server with --chat-template, or render the prompt and use /v1/completions",
     "function_call": "use tool_choice",
     "functions": "use tools",
+    "guided_whitespace_pattern": "leave it out: between the parts of JSON stands nothing, a space, or a line break "
+    "with its indentation; guided_regex and guided_grammar fix every blank",
     "request_id": "send the header X-Request-Id",
     "suffix": "write the gap as the model's own fill-in-the-middle prompt",
 }

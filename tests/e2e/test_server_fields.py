@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 import time
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from tests.support import small_tokenizers
-from tests.support.fixtures import checkpoint, copy_checkpoint, edit_json, reference_logits
+from tests.support.fixtures import VOCAB_SIZE, checkpoint, copy_checkpoint, edit_json, reference_logits
 from tests.support.server_process import NAME, ServerProcess
 
 pytestmark = [pytest.mark.spawn, pytest.mark.slow]
@@ -238,3 +239,36 @@ def test_temperature_of_next_to_nothing_is_greedy(server: ServerProcess) -> None
     for temperature in (1e-3, 1e-6):
         assert ids_of(server, max_tokens=8, temperature=temperature, top_p=1e-4) == plain
     assert torch.tensor(plain).max() < 512
+
+
+# --- bad words --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_bad_words_are_not_generated(server: ServerProcess, path: str) -> None:
+    """One after the other, words of one and of two tokens that the model wrote are forbidden; streamed text as well."""
+    # Only tokens of one byte, so that a text has one spelling alone.
+    asked: dict[str, Any] = {"max_tokens": 60, "seed": 4, "temperature": 1.0, "ignore_eos": True}
+    asked["logit_bias"] = {str(token): -100 for token in range(256, VOCAB_SIZE)}
+    prompt = {"prompt": PROMPT} if path == "completions" else {"messages": [{"role": "user", "content": "hi"}]}
+
+    def text_of(words: list[str], **fields: Any) -> str:
+        body = {"model": NAME, **prompt, **asked, **fields, "bad_words": words}
+        with httpx.stream("POST", f"{server.url}/v1/{path}", json=body, timeout=60) as answer:
+            lines = [line.removeprefix("data: ") for line in answer.iter_lines()]
+            assert answer.status_code == 200, lines
+        choices = [choice for line in lines if line.startswith("{") for choice in json.loads(line)["choices"]]
+        parts = [one.get("message") or one.get("delta") or one for one in choices]
+        return "".join(part.get("content") or part.get("text") or "" for part in parts)
+
+    def num_tokens(text: str) -> int:
+        return int(httpx.post(f"{server.url}/tokenize", json={"prompt": text}, timeout=60).json()["count"])
+
+    words: list[str] = []
+    for size in (1, 2, 1, 2):
+        text = text_of(words)
+        assert not any(word in text for word in words)
+        starts = (text[at : at + size] for at in range(1, len(text) - size))
+        words.append(next(one for one in starts if re.fullmatch(r"[!-~]+", one) and num_tokens(one) == size))
+        assert words[-1] in text
+    assert not any(word in text_of(words, stream=True) for word in words)
+    refused = httpx.post(f"{server.url}/v1/{path}", json={"model": NAME, **prompt, "bad_words": [" "]}, timeout=60)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "bad_words"

@@ -34,6 +34,7 @@ def host(monkeypatch):
         monkeypatch.setattr(resolve_module, "available_memory_bytes", lambda: num_bytes)
 
     monkeypatch.setattr(resolve_module, "host_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(resolve_module, "numa_nodes", lambda: [[0, 1, 2, 3], [4, 5, 6, 7]])
     size(64 << 30)
     return size
@@ -162,6 +163,13 @@ def test_exact_numbers_win(host):
     kv = {"kv_cache_memory_bytes": 9 * block + block // 2}
     assert resolve(config(cache=kv, model={"max_model_len": 64})).config.cache.num_blocks == 9
     assert resolve(config(parallel={"threads": 3})).config.parallel.threads == 3
+
+
+@pytest.mark.parametrize(("value", "threads"), [("3", 3), ("5,2", 5), ("", 4), ("0", 4), ("-1", 4), ("many", 4)])
+def test_threads_are_those_that_openmp_was_told_unless_the_flag_says_otherwise(host, monkeypatch, value, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert resolve(config()).config.parallel.threads == threads
+    assert resolve(config(parallel={"threads": 2})).config.parallel.threads == 2
 
 
 @pytest.mark.parametrize(
