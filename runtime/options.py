@@ -95,7 +95,7 @@ def _convert(struct: type[msgspec.Struct], values: dict[str, Any]) -> Any:
 
 def nearest(name: str, known: Iterable[str], *, otherwise: str = "") -> str:
     """Return `did you mean ...?`, or when nothing is near `otherwise`, by default the list of what is known."""
-    plain = {key.replace("_", "-"): key for key in known}
+    plain = {key.removeprefix("--").replace("_", "-"): key for key in known}
     close = difflib.get_close_matches(name.removeprefix("--").replace("_", "-"), list(plain), n=1)
     if close:
         return f"did you mean {plain[close[0]]}?"

@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 
 import h11
+import msgspec
 from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .errors import invalid
 
 # From the connection, or from the first byte of a further request, until its header is whole.
 HEADER_TIMEOUT_S = 30.0
@@ -82,6 +85,15 @@ class Connection(H11Protocol):
             self._header_done()
         elif self._header_timer is None and not self.transport.is_closing():
             self._await_header()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no request: with an error object, as everything else is."""
+        error = invalid("this is no well-formed HTTP/1.1 request, or its header is too large", code="bad_request")
+        body = msgspec.json.encode(error.body())
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         """Until the first byte of a further request uvicorn's keep-alive timer counts."""

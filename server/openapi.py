@@ -91,7 +91,8 @@ def _bounded(schemas: dict[str, Schema]) -> None:
     token: Schema = {"type": "integer", "minimum": 0}
     ids: Schema = {"type": "array", "items": token, "minItems": 1}
     text: Schema = {"type": "string"}
-    several: Schema = {"type": "array", "items": {"anyOf": [text, ids]}, "minItems": 1, "maxItems": MOST_PROMPTS}
+    each: Schema = {"anyOf": [{"type": "string"}, ids]}
+    several: Schema = {"type": "array", "items": each, "minItems": 1, "maxItems": MOST_PROMPTS}
     prompt = schemas["CompletionRequest"]["properties"]["prompt"]
     prompt.pop("type", None)
     prompt["anyOf"] = [text, ids, several]
@@ -118,6 +119,10 @@ def _bounded_here(schemas: dict[str, Schema], state: ServerState) -> None:
     for tokens in (ids, schemas["Detokenize"]["properties"]["tokens"], *stops):
         tokens["items"]["maximum"] = vocabulary - 1
     ids["maxItems"] = most_tokens
+    if state.tokenizer is not None and not state.tokenizer.encode("", add_special_tokens=True):
+        text, _, several = schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"]
+        for one in (text, several["items"]["anyOf"][0]):
+            one["minLength"] = 1  # no BOS is put in front, so it would hold no token
     for name in GENERATING_BODIES:
         properties = schemas[name]["properties"]
         properties["logit_bias"]["propertyNames"] = {"pattern": f"^[0-9]{{1,{len(str(vocabulary - 1))}}}$"}

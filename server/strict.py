@@ -6,13 +6,16 @@ and docs/api.md say of it. Units: JSON bytes in.
 
 from __future__ import annotations
 
+import codecs
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from .errors import ApiError, invalid
 from .field_table import as_json
 
+_BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _EXACT = 2.0**53  # up to here a float is the number that was written
 
 
@@ -26,7 +29,14 @@ def whole_numbers(values: list[Any]) -> list[Any]:
     return [whole(value) for value in values] if float in set(map(type, values)) else values
 
 
-Integer: TypeAlias = Annotated[int, BeforeValidator(whole)]
+def _short(value: Any) -> Any:
+    """Refuse an integer of thousands of digits here: a message that refuses it later would be as long."""
+    if type(value) is int and value.bit_length() > 128:
+        raise PydanticCustomError("int_too_large", "Input should be an integer of at most 64 bits")
+    return whole(value)
+
+
+Integer: TypeAlias = Annotated[int, BeforeValidator(_short)]
 
 
 class Strict(BaseModel):
@@ -67,16 +77,20 @@ def parse(body: type[Parsed], data: bytes) -> Parsed:
     try:
         request = body.model_validate_json(data)
     except ValidationError as error:
-        raise _readable(error) from None
+        raise _readable(error, data) from None
     request.check()
     return request
 
 
-def _readable(error: ValidationError) -> ApiError:
+def _readable(error: ValidationError, data: bytes) -> ApiError:
     """The first mistake in one line."""
     first = error.errors(include_url=False)[0]
     message = str(first["msg"])
     if first["type"] == "json_invalid":
+        if not data.strip():
+            return invalid("the request body is empty; send a JSON object")
+        if data.startswith(_BYTE_ORDER_MARKS):
+            return invalid("the request body begins with a byte order mark; send JSON as UTF-8 without one")
         hint = "; it may hold a lone surrogate, which is no Unicode text" if "hex escape" in message else ""
         return invalid(f"request body: {message}{hint}")
     if not first["loc"]:

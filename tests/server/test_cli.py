@@ -88,6 +88,7 @@ def test_help_groups_flags_in_panels(capfd: pytest.CaptureFixture[str]) -> None:
         (["serve", "m", "--shutdown-timeout", "-1"], "--shutdown-timeout=-1.0"),
         (["generate", "m", "text", "--max-tokens", "-1"], "--max-tokens=-1"),
         (["serve", "m", "--max-tokenz", "1"], "there is no flag --max-tokenz; did you mean --max-tokens?"),
+        (["serve", "m", "--prot", "1"], "there is no flag --prot; did you mean --port?"),
         (["serve", "m", "--chat-template", "{% for %}"], "is not allowed; chat template does not compile"),
         (["chat", "m", "--chat-template", "/"], "--chat-template='/' cannot be read: Is a directory"),
         (["serve", "m", "--seed", "99999999999999999999999"], "--seed=99999999999999999999999 is not allowed"),

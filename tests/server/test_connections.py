@@ -116,6 +116,21 @@ def test_a_header_of_more_than_64_kib_is_refused(head: bytes) -> None:
     assert answer == b"" or answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
 
 
+@pytest.mark.parametrize(
+    "sent", [b"\x16\x03\x01\x00\xa5", b"GET /health HTTP/1.1\r\n\r\n", b"GET /\xe9 HTTP/1.1\r\n\r\n"]
+)
+def test_what_is_no_request_gets_an_error_object_and_the_end(sent: bytes) -> None:
+    async def run(client: httpx.AsyncClient) -> bytes:
+        reader, writer = await connect(client)
+        writer.write(sent + b"\r\n\r\n")
+        return await rest(reader)
+
+    head, _, body = with_server(make_state(fake()), run).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400") and b"connection: close" in head
+    error = json.loads(body)["error"]
+    assert error["code"] == "bad_request" and "no well-formed HTTP/1.1 request" in error["message"]
+
+
 def test_a_client_that_reads_nothing_is_cut_off_and_its_request_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moewe.server.connections.WRITE_TIMEOUT_S", 0.5)
     fakes = FakeReplicas(tokenizer(), lambda prompt: [70] * 4000, pause=0.0)

@@ -132,6 +132,18 @@ def test_what_the_document_forbids_is_refused(
     assert response.status_code == 400 and error_of(response)["param"].startswith(field), response.text
 
 
+@pytest.mark.parametrize(("bos", "taken"), [(True, True), (False, False)])
+def test_an_empty_prompt_is_allowed_where_the_tokenizer_begins_it(bos: bool, taken: bool) -> None:
+    replicas = fake()
+    replicas.tokenizer._config["add_bos_token"] = bos
+    state = make_state(replicas)
+    prompt = document(state)["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]
+    for empty in ("", [""], ["a", ""]):
+        assert jsonschema.Draft202012Validator(prompt).is_valid(empty) == taken
+        status = post(state, COMPLETIONS, BODIES[COMPLETIONS] | {"prompt": empty}).status_code
+        assert status == (200 if taken else 400)
+
+
 def test_a_whole_number_is_an_integer_however_it_is_written() -> None:
     replicas = fake()
     state = make_state(replicas)

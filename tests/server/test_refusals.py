@@ -74,7 +74,7 @@ def test_pool_is_named_when_it_sets_the_limit() -> None:
     ("body", "named"),
     [
         (b'{"model":', "Invalid JSON"),
-        (b"", "Invalid JSON"),
+        (b"", "is empty"),
         (b"[]", "JSON object"),
         (b'{"model":"gull","prompt":"a\\ud800b"}', "surrogate"),
         (b'{"model":"gull","prompt":"a","user":"\\ud800"}', "surrogate"),
@@ -140,6 +140,8 @@ def test_a_name_without_end_is_cut(where: Any) -> None:
     [
         ("/v1/completions", {"prompt": "a", "": 1}, '"" is not a field'),
         ("/v1/completions", {"prompt": "a", "x\u009b\u202e": 1}, r'"x\u009b\u202e" is not a field'),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 10**300}, "integer of at most 64 bits, got 1000"),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [-(10**300)]}, "stop_token_ids.0: Input should be an"),
         ("/v1/completions", {"prompt": [None]}, "prompt.0 is not a token id (an integer), got null"),
         ("/v1/completions", {"prompt": [10**300]}, "prompt.0 (of 997 bits) is no token id of this model"),
         ("/detokenize", {"tokens": [5, False]}, "tokens.1 is not a token id (an integer), got false"),
@@ -153,6 +155,16 @@ def test_a_name_without_end_is_cut(where: Any) -> None:
 def test_a_refusal_shows_what_was_sent_as_json_and_short(path: str, body: dict[str, Any], says: str) -> None:
     error = error_of(post(make_state(fake()), path, {"model": "gull"} | body))
     assert says in error["message"] and len(error["message"]) < 250 and error["message"].isprintable()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [(b"", "is empty; send a JSON object"), (b" \n", "is empty"), ('\ufeff{"a": 1}'.encode(), "without one"),
+     ('{"a": 1}'.encode("utf-16"), "a byte order mark; send JSON as UTF-8")],
+)  # fmt: skip
+def test_a_body_that_is_empty_or_begins_with_a_mark_says_so(path: str, data: bytes, says: str) -> None:
+    assert says in error_of(post(make_state(fake()), path, data))["message"]
 
 
 @pytest.mark.parametrize(
