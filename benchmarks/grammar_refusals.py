@@ -143,11 +143,13 @@ def refusals(url: str, rounds: range) -> dict[str, list[float]]:
 def attack(url: str, number: int, seconds: float) -> dict[str, list[float]]:
     """Let `number` clients send schemas that explode, each new; return milliseconds to each answer by its status."""
     times: dict[str, list[float]] = {"400": [], "429": []}
-    until = time.perf_counter() + seconds
+    begin = threading.Barrier(number, action=lambda: print("ready", flush=True))
 
     def run(client_number: int) -> None:
         turn = 0
-        with httpx.Client(timeout=60) as client:
+        with httpx.Client(timeout=60, verify=False) as client:  # reading certificates takes long
+            begin.wait()
+            until = time.perf_counter() + seconds
             while (start := time.perf_counter()) < until:
                 schema = hostile(10_000 * (client_number + 1) + turn)["schema that explodes"]
                 body = {"model": NAME, "prompt": "x", "max_tokens": 5, **schema}
@@ -202,6 +204,8 @@ def main() -> None:
         # In a process of their own: what they compute must not hold up the streams' clients.
         command = [sys.executable, __file__, "--attack", server.url, "--attackers", str(args.attackers)]
         attackers = subprocess.Popen([*command, "--seconds", str(args.seconds)], stdout=subprocess.PIPE)
+        assert attackers.stdout is not None
+        attackers.stdout.readline()
         sound_ms, refused = sound(server.url, args.seconds)
         parallel = json.loads(attackers.communicate()[0])
         beside_many = streams.stop()

@@ -34,6 +34,8 @@ LEAST_QUICK_S, LEAST_LONG_S = 0.01, 0.1
 # What one client may spend in the second lane at once, and what comes back in a second.
 MOST_CREDIT_S, CREDIT_A_SECOND_S = 5.0, 0.5
 MOST_ASKERS = 4096
+# A client that waits for nothing yet is let wait for its turn, whatever trials take, unless so many come before it.
+FEW_TURNS = 3
 
 
 class ComeLater(Exception):
@@ -154,6 +156,7 @@ class Lane:
         self._clock = clock
         self._took_s = max(guess_s, least_s)
         self._taken = False
+        self._served = ""  # who had the last turn
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     @property
@@ -174,7 +177,7 @@ class Lane:
         """
         if self._taken:
             await self._wait(asker, until)
-        self._taken = True
+        self._taken, self._served = True, asker
         start = self._clock()
         try:
             yield
@@ -183,8 +186,10 @@ class Lane:
             self._pass_on()
 
     async def _wait(self, asker: str, until: float) -> None:
-        wait_s = (1 + self._before(asker)) * self._took_s
-        if self._clock() + wait_s + self._took_s > until:
+        before = self._before(asker)
+        wait_s = (1 + before) * self._took_s
+        welcome = asker not in self._waiting and before < FEW_TURNS
+        if not welcome and self._clock() + wait_s + self._took_s > until:
             raise self._full(wait_s)
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(asker, deque()).append(turn)
@@ -200,7 +205,8 @@ class Lane:
     def _before(self, asker: str) -> int:
         """Count those whose turn comes before that of one more of this client."""
         own = len(self._waiting.get(asker, ()))
-        return own + sum(min(len(turns), own + 1) for name, turns in self._waiting.items() if name != asker)
+        others = [min(len(turns), own + 1) for name, turns in self._waiting.items() if name != asker]
+        return own + sum(others) - (asker != self._served and self._served in self._waiting)
 
     def _full(self, wait_s: float) -> ComeLater:
         return ComeLater(f"{self.num_waiting} grammars wait to be checked; try again later", wait_s)
@@ -218,7 +224,9 @@ class Lane:
         if not self._waiting:
             self._taken = False
             return
-        asker, turns = self._waiting.popitem(last=False)
+        asker = next((name for name in self._waiting if name != self._served), self._served)
+        turns = self._waiting.pop(asker)
+        self._served = asker
         turns.popleft().set_result(None)
         if turns:
             self._waiting[asker] = turns
