@@ -152,6 +152,7 @@ class CounterRecord(msgspec.Struct, frozen=True, kw_only=True):
     exchange_seconds: bytes
     num_moe_layers: int
     unowned_ids: int
+    measured_bytes: float
 
 
 class RankStats(CounterRecord, frozen=True, kw_only=True):

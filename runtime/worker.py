@@ -25,6 +25,7 @@ from ..models.loading import LoadOptions, load_weights
 from ..models.weights import bytes_by_kind
 from ..moe.wide_ep.exchanges import Exchange
 from ..moe.wide_ep.placement import ExpertPlacement
+from ..native.gpu_counters import GpmCounter
 from ..native.library import set_threads
 from ..quant import can_pack, parse_format, parse_kv_format, weight_scheme
 from ..telemetry import RankCounters, RankProgress, StepClock
@@ -48,7 +49,7 @@ from .ranks.batch import StepRows, WorkerBatch
 from .ranks.choice import Choice, agree
 from .ranks.finish import Committed
 from .ranks.logit_edits import LogitEdits, edited
-from .ranks.memory import blocks_that_fit, matrix_rates, read_bandwidth
+from .ranks.memory import blocks_that_fit, matrix_rates, memory_counter, read_bandwidth
 from .ranks.metered import metered
 from .ranks.reports import chosen_logprobs, prompt_logprobs
 from .ranks.routing_log import RoutingLog
@@ -116,6 +117,7 @@ class Worker:
         self.device = torch.device(config.parallel.device)
         self.counters = RankCounters(len(self.model_config.moe_layers), placement.num_local_slots(rank))
         self._clock = StepClock(self.counters)
+        self._gpu_counter: GpmCounter | None = None
         self.observer: Observer | None = None
         self.routing_log: RoutingLog | None = None
         # Sequences that may grow beyond this length use other rotary frequencies from their first token on.
@@ -217,13 +219,15 @@ class Worker:
         self._inputs = InputBuilder(self._batch, self.device, self.number_format, self._long_from)
         self._warm_up()
         measured = read_bandwidth(self.device, self.num_ranks)
-        return KVAllocated(
+        allocated = KVAllocated(
             rank=self.rank,
             memory_bandwidth=measured.bytes_per_second,
             cache_resident=measured.cache_resident,
             matrix_rates=matrix_rates(self.device, self.num_ranks),
             kv_bytes=self._storage.bytes_by_format(),
         )
+        self._gpu_counter = memory_counter(self.device)  # from here on: no loading and no measuring is in it
+        return allocated
 
     @torch.inference_mode()
     def run(self, header: StepHeader, plan: RankPlan, before_layers: Callable[[], None] | None = None) -> RankResult:
@@ -358,6 +362,8 @@ class Worker:
 
     def _encoded_counters(self) -> bytes:
         self._counters_sent, self._counters_due = time.monotonic(), False
+        if self._gpu_counter is not None:
+            self.counters.measured_bytes += self._gpu_counter.take()
         return encode_counters(self.counters)
 
     def _warm_up(self) -> None:

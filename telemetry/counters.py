@@ -51,6 +51,7 @@ class RankCounters:
     expert_tokens: np.ndarray = field(init=False)
     expert_decode_tokens: np.ndarray = field(init=False)  # those of steps of phase decode
     unowned_ids: int = 0
+    measured_bytes: float = 0.0  # that a hardware counter of this rank's memory saw, all traffic; 0 without one
     phase: int = _PHASE["idle"]
 
     def __post_init__(self) -> None:
@@ -97,4 +98,4 @@ class RankCounters:
         for item in fields(self):
             if isinstance(values := getattr(self, item.name), np.ndarray):
                 values[...] = 0
-        self.unowned_ids = 0
+        self.unowned_ids, self.measured_bytes = 0, 0.0

@@ -97,6 +97,19 @@ RANK_METRICS = (
         "read them once.",
     ),
     Metric(
+        "moewe_measured_memory_bytes_total", "counter", _RANK, "bytes",
+        "All traffic of the GPU's memory as its own counter saw it (NVML GPM: Hopper and newer, with nvidia-ml-py); "
+        "nothing where there is none.",
+        "See the error ratio.",
+    ),
+    Metric(
+        "moewe_model_error_ratio", "gauge", _RANK, "ratio",
+        "Counted bytes of weights and KV over measured ones, less 1, in the last one to two minutes; of GPUs with a "
+        "counter.",
+        "Far below 0, the hardware moves what is not counted: activations, copies of formats without a kernel, other "
+        "programs. Above 0, weights come from its cache.",
+    ),
+    Metric(
         "moewe_matrix_operations_total", "counter", (*_RANK, "component"), "operations",
         "Operations of matrix products over rows really run, a multiplication and an addition are two: projections "
         "of `attention`, its scores and sums `kv`, experts, and `dense` (dense FFN, router, head).",

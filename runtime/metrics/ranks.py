@@ -181,6 +181,15 @@ class ReplicaMetrics:
             running_seconds=last.running_seconds - first.running_seconds,
         )
 
+    def _model_error(self, i: int) -> float:
+        """Return by how much more bytes a rank counted in the window than its hardware; 0 where that saw none."""
+        since = self._baseline.counters if self._baseline is not None else []
+        before = since[i].measured_bytes if i < len(since) else 0.0
+        measured = self.counters[i].measured_bytes
+        measured -= before if before <= measured else 0.0
+        counted = float(memory_bytes(self._gains("bytes_moved")[i]).sum())
+        return counted / measured - 1 if measured > 0 else 0.0
+
     def _gains(self, name: str) -> list[np.ndarray]:
         """Return by how much an array of counters grew in the window, by rank; what began anew is taken from 0."""
         since = self._baseline.counters if self._baseline is not None else []
@@ -256,6 +265,11 @@ class ReplicaMetrics:
             touched = float(sum(memory_bytes(values)[p] for values in moved))
             intensity = float(sum(values[p].sum() for values in flops)) / touched if touched > 0 else 0.0
             yield "moewe_arithmetic_intensity_operations_per_byte", (replica, phase), intensity
+        for i, (stats, counters) in enumerate(zip(self.ranks, self.counters)):
+            if counters.measured_bytes:
+                labels = (replica, str(stats.rank))
+                yield "moewe_measured_memory_bytes_total", labels, counters.measured_bytes
+                yield "moewe_model_error_ratio", labels, self._model_error(i)
         for stats, verdict in zip(self.ranks, self.verdicts):
             yield "moewe_bound", (replica, str(stats.rank), verdict.bound), 1.0
         if self.overall is not None:

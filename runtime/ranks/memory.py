@@ -14,6 +14,7 @@ import torch
 from ...models.config import ModelConfig
 from ...models.footprint import kv_groups, model_footprint
 from ...native.bandwidth import Bandwidth, measure_read_bandwidth
+from ...native.gpu_counters import GpmCounter, open_counter
 from ...native.matrix_rate import measure_matrix_rate
 from ...quant import NumberFormat, parse_kv_format
 from ...topologies import byte_budget, parse_topology
@@ -66,6 +67,13 @@ def read_bandwidth(device: torch.device, num_ranks: int) -> Bandwidth:
         end.synchronize()
         best_ms = min(best_ms, start.elapsed_time(end))
     return Bandwidth(_GPU_BUFFER_BYTES / (best_ms * 1e-3), _GPU_BUFFER_BYTES, cache_resident=False)
+
+
+def memory_counter(device: torch.device) -> GpmCounter | None:
+    """Return the hardware's counter of what the memory of `device` moves, None where there is none."""
+    if device.type != "cuda":
+        return None
+    return open_counter(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
 
 @cache

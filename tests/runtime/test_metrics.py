@@ -151,7 +151,8 @@ def test_histogram_buckets_are_cumulative_and_inclusive() -> None:
 def test_everything_exported_is_in_the_table_with_its_labels() -> None:
     metrics = Metrics(version="1", model="m", topology="EP2DP1")
     metrics.set_ready(0, ready())
-    metrics.observe_stats(0, stats(1))
+    with_counter = tuple(msgspec.structs.replace(rank, measured_bytes=1.0) for rank in stats(1).ranks)
+    metrics.observe_stats(0, msgspec.structs.replace(stats(1), ranks=with_counter))
     metrics.error(503)
     seen = set()
     for family in metrics.collect():
@@ -259,6 +260,7 @@ def test_a_rank_has_at_most_64_series_whatever_the_model(layers: int, experts: i
         counters.add_exchange((1, 1, 1), (1.0, 1.0, 1.0))
         counters.add_expert_tokens(np.ones((layers, experts), np.int64))
         counters.end_step(1.0, 0.5, 0.5)
+    counters.measured_bytes = 1.0
     told = rank_stats(0, encode_counters(counters), used_blocks=1, total_blocks=2)
     kinds = ("attention", "routed", "shared", "dense", "embedding", "head")
     formats = ("bfloat16", "float32", "int8", "int4", "mxfp4", "fp8_block")
@@ -273,6 +275,17 @@ def test_a_rank_has_at_most_64_series_whatever_the_model(layers: int, experts: i
         metrics.observe_stats(0, msgspec.structs.replace(stats(1), ranks=(told,), running_per_rank=(1,)))
     series = [labels for _, labels in scrape(metrics) if ("rank", "0") in labels]
     assert 50 < len(series) <= 64
+
+
+def test_counted_bytes_stand_beside_measured_ones() -> None:
+    replica = begun(4, wall=40.0)
+    names = {name for name, _, _ in replica.samples()}
+    assert not names & {"moewe_measured_memory_bytes_total", "moewe_model_error_ratio"}
+    with_counter = [msgspec.structs.replace(rank, measured_bytes=7_500.0) for rank in stats(4).ranks]
+    replica.observe(msgspec.structs.replace(stats(4), ranks=tuple(with_counter)), 141.0)
+    values = {(name, labels): value for name, labels, value in replica.samples()}
+    assert values["moewe_measured_memory_bytes_total", ("0", "1")] == 7_500.0
+    assert values["moewe_model_error_ratio", ("0", "1")] == pytest.approx(4 * 1_500 / 7_500 - 1)
 
 
 def test_every_metric_says_what_to_do() -> None:

@@ -47,10 +47,14 @@ def test_clear_sets_everything_to_zero() -> None:
     counters.add_exchange((1, 2, 3), (0.5, 0.5, 0.5))
     counters.add_expert_tokens(np.ones((1, 2), np.int64))
     counters.end_step(1.0, 0.5, 0.25)
-    counters.unowned_ids = 1
+    counters.unowned_ids, counters.measured_bytes = 1, 2.0
     counters.clear()
     arrays = [value for value in vars(counters).values() if isinstance(value, np.ndarray)]
-    assert len(arrays) == 11 and not any(array.any() for array in arrays) and counters.unowned_ids == 0
+    assert (
+        len(arrays) == 11
+        and not any(array.any() for array in arrays)
+        and counters.unowned_ids == counters.measured_bytes == 0
+    )
 
 
 def test_clock_tells_the_host_part_of_steps_and_waiting_for_plans() -> None:
