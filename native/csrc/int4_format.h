@@ -24,7 +24,12 @@ struct Int4 {
   static constexpr int kLines = 8;            // of a chunk
   static constexpr int kChunk = kLine * kLines;
   static constexpr int kGrid = 2 * kColumns;  // bytes of a group
-  static constexpr int64_t kUndecoded = 8;    // rows: up to so many are faster without decoded column tiles
+#if MOEWE_AMX
+  static constexpr int64_t kUndecoded = kRows;  // rows: up to so many are faster without decoded column tiles
+  static constexpr int kVectorRows = 4;         // of more rows tiles are faster
+#else
+  static constexpr int64_t kUndecoded = 8, kVectorRows = 8;
+#endif
 
   using Panel = Int8::Panel;
   struct Weights {
@@ -76,13 +81,17 @@ struct Int4 {
       Int8::multiply<MT, NT>(panel, tile, {columns.decoded, columns.weights.scales}, results, rows);
       return;
     }
-    static_assert(kUndecoded <= kRows);
-    for (int n = 0; n < NT; ++n) {  // rows behind these are there, and nobody looks at what comes out
+    static_assert(kUndecoded <= kRows && kVectorRows <= 8);
+    for (int n = 0; n < NT; ++n) {
       float* to = results + n * MT * kResults;
-      if (rows > 4) multiply_rows<8>(panel, tile, columns.weights, n, to);
-      else if (rows > 2) multiply_rows<4>(panel, tile, columns.weights, n, to);
-      else if (rows > 1) multiply_rows<2>(panel, tile, columns.weights, n, to);
-      else multiply_rows<1>(panel, tile, columns.weights, n, to);
+#if MOEWE_AMX
+      if (rows > kVectorRows) {
+        const f32x16 scales = f32x16::load(columns.weights.scales + n * kColumns);
+        Int8::multiply_tiles(panel, tile, rows, scales, to, Decoding(columns.weights, n));
+        continue;
+      }
+#endif
+      call_with<8>(rows, [&](auto count) MOEWE_INLINE { multiply_rows<count>(panel, tile, columns.weights, n, to); });
     }
   }
 
@@ -99,6 +108,12 @@ struct Int4 {
       const Words codes = Words::load(line);
       first = starts + bytes_of(low_product(codes & 0x000f, steps16), high_product(codes & 0xf000, steps));
       second = starts + bytes_of(low_product(codes & 0x00f0, steps), high_product(codes & 0x0f00, steps16));
+    }
+    // Where numbers are to have their sign: 128 more is 128 less.
+    Grid with_sign() const {
+      Grid grid = *this;
+      grid.starts = starts + Bytes::all(128);
+      return grid;
     }
   };
 
@@ -143,6 +158,42 @@ struct Int4 {
   }
   static constexpr int kAhead = 2048;  // bytes of codes
 
+#if MOEWE_AMX
+  // Tiles of one column tile, two at a time, as tiles of int8 that are decoded while others are multiplied.
+  class Decoding {
+   public:
+    Decoding(const Weights& weights, int n)
+        : weights_(weights), codes_(weights.codes + n * weights.depth * kChunk),
+          grid_(n * weights.groups * kGrid) {}
+    void prepare(int64_t k) {
+      int8_t* to = rooms_[k / 2 % 2];
+      for (const int64_t end = std::min(k + 2, weights_.depth); k < end; ++k, to += kByteTile) decode_chunk(k, to);
+    }
+    const int8_t* pair(int64_t k) const { return rooms_[k / 2 % 2]; }
+
+   private:
+    MOEWE_INLINE void decode_chunk(int64_t k, int8_t* to) const {
+      const uint8_t* codes = codes_ + k * kChunk;
+      unrolled<2>([&](auto half) MOEWE_INLINE {
+        const Grid here = Grid(weights_.grid_of(2 * k + half) + grid_).with_sign();
+        unrolled<kLines / 2>([&](auto i) MOEWE_INLINE {
+          constexpr int kHere = half * kLines / 2 + i;
+          prefetch_stream<3072, 512>(codes + kHere * kLine);
+          Bytes first, second;
+          here.decode(codes + kHere * kLine, first, second);
+          first.store(to + kHere * 2 * kLine);
+          second.store(to + (kHere * 2 + 1) * kLine);
+        });
+      });
+    }
+
+    const Weights& weights_;
+    const uint8_t* codes_;
+    int64_t grid_;
+    alignas(64) int8_t rooms_[2][2 * kByteTile];
+  };
+#endif
+
   // Column tiles as tiles of int8.
   static const int8_t* decode(const Weights& weights, int count) {
     static thread_local Scratch scratch;
@@ -151,13 +202,13 @@ struct Int4 {
     int8_t* to = decoded;
     for (int n = 0; n < count; ++n) {
       for (int64_t part = 0; part < 2 * weights.depth; ++part) {
-        const Grid here(weights.grid_of(part) + n * weights.groups * kGrid);
+        const Grid here = Grid(weights.grid_of(part) + n * weights.groups * kGrid).with_sign();
         for (int line = 0; line < kLines / 2; ++line, codes += kLine, to += 2 * kLine) {
           _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead), _MM_HINT_T0);
           Bytes first, second;
           here.decode(codes, first, second);
-          (first + Bytes::all(128)).store(to);
-          (second + Bytes::all(128)).store(to + kLine);
+          first.store(to);
+          second.store(to + kLine);
         }
       }
     }

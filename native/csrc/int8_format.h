@@ -89,26 +89,39 @@ struct Int8 {
         float* to = results + (n * MT + m) * kResults;
         const int here = std::min(kRows, rows - m * kRows);
 #if MOEWE_AMX
-        if (here > kRows / 2) {  // from here on tiles are faster
-          multiply_tiles(panel, tile + m, weights, scales, to);
+        if (here > kVectorRows) {
+          multiply_tiles(panel, tile + m, here, scales, to, InPlace{weights});
           continue;
         }
 #endif
-        for (int r = 0; r < here;) {
-          const int left = here - r;
-          if (left >= 8) r = multiply_rows<8>(panel, tile + m, r, weights, scales, to);
-          else if (left >= 4) r = multiply_rows<4>(panel, tile + m, r, weights, scales, to);
-          else if (left >= 2) r = multiply_rows<2>(panel, tile + m, r, weights, scales, to);
-          else r = multiply_rows<1>(panel, tile + m, r, weights, scales, to);
-        }
+        for (int r = 0; r < here; r += kMostVectorRows)
+          call_with<kMostVectorRows>(std::min(here - r, kMostVectorRows), [&](auto count) MOEWE_INLINE {
+            multiply_rows<count>(panel, tile + m, r, weights, scales, to);
+          });
       }
   }
 
+#if MOEWE_AMX
+  // The first `count` rows of a row tile times a column tile, two tiles of K at a time, so that a pair is summed while
+  // the next is multiplied. `source.pair(k)` says where tiles k and k + 1 stand; `source.prepare(k)` is called before
+  // that, while others are multiplied, for k beyond the end, too.
+  template <class Source>
+  static void multiply_tiles(const Panel& panel, int64_t tile, int count, f32x16 scales, float* results,
+                             Source&& source) {
+    call_with<kRows / 4>(whole(count, 4), [&](auto quarters) MOEWE_INLINE {
+      multiply_tiles<4 * quarters>(panel, tile, scales, results, source);
+    });
+  }
+#endif
+
  private:
-  // Rows [r, r + R) times one column tile; returns r + R.
+  static constexpr int kVectorRows = 4;      // of more rows tiles are faster
+  static constexpr int kMostVectorRows = 8;  // at once: more sums than registers
+
+  // Rows [r, r + R) times one column tile.
   template <int R>
-  static int multiply_rows(const Panel& panel, int64_t tile, int r, const int8_t* weights, f32x16 scales,
-                           float* results) {
+  static void multiply_rows(const Panel& panel, int64_t tile, int r, const int8_t* weights, f32x16 scales,
+                            float* results) {
     const int8_t* rows = panel.tile(tile) + r * kByteDepth;
     const float* row_scales = panel.scales + tile * panel.depth * kRows + r;
     const int32_t* offsets = panel.sums + tile * panel.depth * kRows + r;
@@ -134,19 +147,25 @@ struct Int8 {
       });
     }
     unrolled<R>([&](auto i) MOEWE_INLINE { (sums[i] * scales).store(results + (r + i) * kColumns); });
-    return r + R;
   }
 #if MOEWE_AMX
-  // A row tile times a column tile, two tiles of K at a time, so that a pair is summed while the next is multiplied.
-  static void multiply_tiles(const Panel& panel, int64_t tile, const int8_t* weights, f32x16 scales, float* results) {
+  // Column tiles that lie as they are multiplied.
+  struct InPlace {
+    const int8_t* weights;
+    void prepare(int64_t /*k*/) const {}
+    const int8_t* pair(int64_t k) const { return weights + k * kByteTile; }
+  };
+
+  template <int R, class Source>
+  static void multiply_tiles(const Panel& panel, int64_t tile, f32x16 scales, float* results, Source& source) {
     const int8_t* rows = panel.tile(tile);
     const float* row_scales = panel.scales + tile * panel.depth * kRows;
     const int64_t depth = panel.depth;
     alignas(64) int32_t products[2][2][kResults];
-    f32x16 sums[kRows];
-    unrolled<kRows>([&](auto r) MOEWE_INLINE { sums[r] = f32x16::zero(); });
+    f32x16 sums[R];
+    unrolled<R>([&](auto r) MOEWE_INLINE { sums[r] = f32x16::zero(); });
     const auto add = [&](int64_t k, const int32_t* from) MOEWE_INLINE {
-      unrolled<kRows>([&](auto r) MOEWE_INLINE {
+      unrolled<R>([&](auto r) MOEWE_INLINE {
         sums[r] = fma(i32x16::load(from + r * kColumns).to_float(), f32x16(row_scales[k * kRows + r]), sums[r]);
       });
     };
@@ -154,23 +173,28 @@ struct Int8 {
       if (k < depth) add(k, pair[0]);
       if (k + 1 < depth) add(k + 1, pair[1]);
     };
-    multiply_pair<0>(rows, weights, 0, depth, products[0]);
+    source.prepare(0);
+    multiply_pair<0>(rows, source.pair(0), 0, depth, products[0]);
+    source.prepare(2);
     for (int64_t k = 0; k < depth; k += 4) {
-      multiply_pair<1>(rows, weights, k + 2, depth, products[1]);
+      multiply_pair<1>(rows, source.pair(k + 2), k + 2, depth, products[1]);
+      source.prepare(k + 4);
       add_pair(k, products[0]);
-      multiply_pair<0>(rows, weights, k + 4, depth, products[0]);
+      multiply_pair<0>(rows, source.pair(k + 4), k + 4, depth, products[0]);
+      source.prepare(k + 6);
       add_pair(k + 2, products[1]);
     }
-    unrolled<kRows>([&](auto r) MOEWE_INLINE { (sums[r] * scales).store(results + r * kColumns); });
+    unrolled<R>([&](auto r) MOEWE_INLINE { (sums[r] * scales).store(results + r * kColumns); });
   }
 
   // Tiles k and k + 1 along K, as far as they are there; two pairs may be under way at once.
+  // `weights` is where the first of them stands.
   template <int Pair>
   static void multiply_pair(const int8_t* rows, const int8_t* weights, int64_t k, int64_t depth,
                             int32_t (&products)[2][kResults]) {
     if (k >= depth) return;
     _tile_loadd(4, rows + k * kByteTile, 64);
-    _tile_loadd(6, weights + k * kByteTile, 64);
+    _tile_loadd(6, weights, 64);
     if constexpr (Pair == 0) {  // registers have literal numbers
       _tile_zero(0);
       _tile_dpbssd(0, 4, 6);
@@ -182,7 +206,7 @@ struct Int8 {
     }
     if (k + 1 >= depth) return;
     _tile_loadd(5, rows + (k + 1) * kByteTile, 64);
-    _tile_loadd(7, weights + (k + 1) * kByteTile, 64);
+    _tile_loadd(7, weights + kByteTile, 64);
     if constexpr (Pair == 0) {
       _tile_zero(1);
       _tile_dpbssd(1, 5, 7);

@@ -33,6 +33,15 @@ MOEWE_INLINE inline void unrolled(F&& f) {
   detail::call_each(f, std::make_integer_sequence<int, N>{});
 }
 
+// f(n) for a number n of 1 to Most, as one that the compiler knows.
+template <int Most, class F>
+inline void call_with(int n, F&& f) {
+  if constexpr (Most > 1) {
+    if (n < Most) return call_with<Most - 1>(n, f);
+  }
+  f(std::integral_constant<int, Most>{});
+}
+
 #if defined(__AVX512F__)
 
 struct i32x16 {
