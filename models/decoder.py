@@ -21,7 +21,8 @@ from ..moe.wide_ep.exchanges.contract import Exchange
 from ..moe.wide_ep.placement import ExpertPlacement
 from ..quant import PackedTensor, embedding_rows
 from ..quant import logits as head_logits
-from ..telemetry import RankCounters, RankProgress
+from ..telemetry import RankCounters, RankProgress, StepMarks
+from ..telemetry.step_marks import ATTENTION, DENSE, INPUTS, NO_LAYER
 from ..topologies.overlap_choice import NOTHING
 from .config import ModelConfig
 from .latent import LatentAttentionBlock
@@ -142,6 +143,7 @@ class Decoder:
         before_layers: Callable[[], None] | None = None,
         *,
         overlap: str = NOTHING,
+        marks: StepMarks | None = None,
     ) -> torch.Tensor:
         """Run the rows of this rank through all layers, writing their K and V.
 
@@ -153,6 +155,7 @@ class Decoder:
             storage: of this rank's KV.
             before_layers: called once, when all that layers need is there.
             overlap: what MoE layers run while rows travel, the same on all ranks; see `MoELayer`.
+            marks: get the parts of the step up to the last layer, if it is traced.
 
         Returns:
             [T, D] hidden states after the final norm.
@@ -166,12 +169,16 @@ class Decoder:
         native = self._native_layers(storage)
         if before_layers is not None:
             before_layers()
+        if marks is not None:
+            marks.mark(INPUTS)
         if native is None:
-            x = self._final_norm(self._by_parts(x, positions, batch, storage, overlap))
+            x = self._final_norm(self._by_parts(x, positions, batch, storage, overlap, marks))
         elif native.whole and not self._is_observed:
-            x = native.run(x, positions, batch.attention)
+            x = native.run(x, positions, batch.attention, marks)
         else:
-            x = native.final_norm(self._by_halves(native, x, positions, batch, overlap))
+            x = native.final_norm(self._by_halves(native, x, positions, batch, overlap, marks))
+        if marks is not None:
+            marks.layer = NO_LAYER
         self._count(batch, storage, x)
         if ranks is not None and positions is not None:
             x = ranks.gather(x, batch.input_ids.shape[0])
@@ -207,6 +214,7 @@ class Decoder:
         positions: RowPositions | None,
         batch: ForwardBatch,
         overlap: str,
+        marks: StepMarks | None,
     ) -> torch.Tensor:
         """Run all layers, each up to its FFN in one native call."""
         added: torch.Tensor | None = None
@@ -215,11 +223,13 @@ class Decoder:
             hidden = x
             if positions is not None:
                 hidden = native.attend(i, x, None if norm_after else added, positions, batch.attention)
+            _attended(marks, i, positions)
             if layer.moe is not None:
-                added = layer.moe(hidden, overlap)
+                added = layer.moe(hidden, overlap, marks)
             elif positions is not None:
                 assert layer.dense is not None
                 added = gated_ffn(hidden, layer.dense)
+                _computed(marks)
             if norm_after and added is not None:
                 x = self._add(x, added, layer.post_attention_norm)
             if self._progress is not None:
@@ -235,6 +245,7 @@ class Decoder:
         batch: ForwardBatch,
         storage: KVStorage,
         overlap: str,
+        marks: StepMarks | None,
     ) -> torch.Tensor:
         """Run all layers, part by part."""
         ranks, num_rows = self._ranks, batch.input_ids.shape[0]
@@ -247,13 +258,15 @@ class Decoder:
                 else:
                     added = ranks.reduce(layer.attention(ranks.gather(hidden, num_rows), positions, storage, attention))
                 x = self._add(x, added, layer.input_norm)
+            _attended(marks, i, positions)
             if layer.moe is not None:
-                added = layer.moe(self._before(x, layer.post_attention_norm), overlap)
+                added = layer.moe(self._before(x, layer.post_attention_norm), overlap, marks)
                 x = self._add(x, added, layer.post_attention_norm)
             elif x.shape[0]:
                 assert layer.dense is not None
                 added = gated_ffn(self._before(x, layer.post_attention_norm), layer.dense)
                 x = self._add(x, added, layer.post_attention_norm)
+                _computed(marks)
             if self._progress is not None:
                 self._progress.tick()
         return x
@@ -316,3 +329,17 @@ class Decoder:
         )
         traffic = self._exchange.take_traffic()
         self._counters.add_exchange(traffic.num_bytes, traffic.seconds)
+
+
+def _attended(marks: StepMarks | None, layer: int, positions: RowPositions | None) -> None:
+    """Mark the end of attention in `layer`, where there are rows."""
+    if marks is not None:
+        marks.layer = layer
+        if positions is not None:
+            marks.mark(ATTENTION)
+
+
+def _computed(marks: StepMarks | None) -> None:
+    """Mark the end of an FFN without experts."""
+    if marks is not None:
+        marks.mark(DENSE)

@@ -26,12 +26,16 @@ from ..moe.wide_ep.exchanges.shm import ShmFaultArgs
 from ..native.library import load
 from ..quant import PackedTensor
 from ..quant.native_linear import LinearArgs, linear_args
-from ..telemetry import RankProgress
+from ..telemetry import RankProgress, StepMarks
+from ..telemetry.step_marks import ATTENTION, COMBINE, DENSE, DISPATCH, EXPERTS, ROUTING, SHARED, WAIT
 from .config import ModelConfig
 from .layers import RowPositions, attention_options
 from .native_latent import LatentArgs, LatentCall, is_packed, latent_widths
 from .native_norm import NativeNorm, NormArgs
 from .weights import LayerWeights, ModelWeights
+
+# `enum Mark`: what each of the marks of a layer ends.
+_MARKED = (ATTENTION, ROUTING, DISPATCH, WAIT, DISPATCH, EXPERTS, SHARED, WAIT, COMBINE, DENSE)
 
 
 class LayerArgs(ctypes.Structure):
@@ -63,7 +67,7 @@ class StepArgs(ctypes.Structure):
             for name in (
                 "x", "added", "normed", "shared", "qkv", "q", "attended", "kv", "q_latent", "values", "cos", "sin",
                 "temperature", "attention", "logits", "expert_ids", "slot_ids", "row_tokens", "rows_of", "offsets",
-                "weights", "expert_rows", "tokens_per_slot", "progress", "group", "group_row_tokens",
+                "weights", "expert_rows", "tokens_per_slot", "progress", "group", "group_row_tokens", "marks",
             )
         ),
         ("bytes_sent", ctypes.c_int64),
@@ -144,13 +148,20 @@ class NativeLayers:
         self._buffers: list[torch.Tensor] = []
         self._make_buffers(0)
 
-    def run(self, x: torch.Tensor, positions: RowPositions | None, batches: Sequence[AttentionBatch]) -> torch.Tensor:
+    def run(
+        self,
+        x: torch.Tensor,
+        positions: RowPositions | None,
+        batches: Sequence[AttentionBatch],
+        marks: StepMarks | None = None,
+    ) -> torch.Tensor:
         """Run all layers and the final norm; `whole` says that this can be done in one call.
 
         Args:
             x: [T, D] bf16, changed in place.
             positions: of the rows; None for no rows.
             batches: one a cache group.
+            marks: get the parts of all layers, if the step is traced.
 
         Returns:
             [T, D].
@@ -164,7 +175,11 @@ class NativeLayers:
             shm.check_tokens(x.shape[0])
         hidden = self._begin(x, positions, batches)
         step = self._step
+        ends = None if marks is None else np.zeros((len(self._layers), len(_MARKED)), np.int64)
+        step.marks = None if ends is None else ends.ctypes.data
         self._run_layers(self._pointers, len(self._layers), ctypes.addressof(self._last), ctypes.addressof(step))
+        if marks is not None and ends is not None:
+            marks.add_layers(ends, _MARKED)
         if shm is not None:
             shm.check_fault(step.fault)
             shm.count(step.bytes_sent)

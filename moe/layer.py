@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from ..quant import PackedTensor, num_bytes
-from ..telemetry import RankCounters, RankProgress
+from ..telemetry import RankCounters, RankProgress, StepMarks
+from ..telemetry.step_marks import COMBINE, DISPATCH, EXPERTS, ROUTING, SHARED
 from ..topologies.overlap_choice import HALVES, NOTHING
 from .experts import filled_ffn, gated_ffn, grouped_ffn
 from .gated import SILU, Activation, ExpertWeights, GatedFFN
@@ -182,38 +183,41 @@ class MoELayer:
             self.shared_bytes += num_bytes(shared.w13, shared.w2, shared.b13, shared.b2)
             self.shared_flops += 2 * sum(math.prod(part.shape) for part in (shared.w13, shared.w2))
 
-    def __call__(self, x_TD: torch.Tensor, overlap: str = NOTHING) -> torch.Tensor:
+    def __call__(self, x_TD: torch.Tensor, overlap: str = NOTHING, marks: StepMarks | None = None) -> torch.Tensor:
         """Return what the experts add to the residual.
 
         Args:
             x_TD: [T, D].
             overlap: what runs while rows travel, see `topologies.overlap_choice`; the same on all ranks. Only exchanges
                 over links leave anything to run.
+            marks: get the parts of a traced step.
 
         Returns:
             [T, D], the same bits for every `overlap` where a row's bits depend on that row alone.
         """
         if self._router_native is not None and self._is_alone:
-            return self._run_alone(x_TD)
+            return self._run_alone(x_TD, marks)
         num_tokens = x_TD.shape[0]
         physical_ids_TK, topk_weights_TK = self._choose(x_TD) if num_tokens else (self._no_ids, self._no_weights)
         sent_TD = x_TD
         if self._weigh_input:
             sent_TD = x_TD * topk_weights_TK.to(x_TD.dtype)
             topk_weights_TK = torch.ones_like(topk_weights_TK)
+        self._tick(marks, ROUTING)
         if overlap != NOTHING:
             parts = _halves(num_tokens) if overlap == HALVES else (slice(0, num_tokens),)
             sent = [(sent_TD[part], physical_ids_TK[part], topk_weights_TK[part]) for part in parts]
-            return self._run_in_turns(x_TD, sent)
-        self._tick()
+            return self._run_in_turns(x_TD, sent, marks)
         dispatched = self._exchange.dispatch(sent_TD, physical_ids_TK)
-        self._tick()
+        self._tick(marks, DISPATCH)
         self._keep_counts([dispatched])
         rows_MD = self._run_experts(dispatched)
+        if marks is not None:
+            marks.mark(EXPERTS)
         shared_TD = self._shared_experts(x_TD) if num_tokens and self._shared is not None else None
-        self._tick()
+        self._tick(marks if shared_TD is not None else None, SHARED)
         combined_TD = self._exchange.combine(rows_MD, topk_weights_TK, dispatched.handle)
-        self._tick()
+        self._tick(marks, COMBINE)
         return combined_TD if shared_TD is None else combined_TD + shared_TD
 
     @property
@@ -229,20 +233,26 @@ class MoELayer:
             shared_gate=self._shared_gate,
         )
 
-    def _run_alone(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def _run_alone(self, x_TD: torch.Tensor, marks: StepMarks | None) -> torch.Tensor:
         """Do all of it in two native calls where no row leaves this rank; the same bits as through an exchange."""
         assert self._router_native is not None
         routed = self._router_native(x_TD)
         if self.observer is not None:
             self.observer(self._moe_layer, routed.expert_ids)
-        self._tick()
+        self._tick(marks, ROUTING)
         self.tokens_per_slot = routed.tokens_per_slot
         shared_TD = self._shared_experts(x_TD) if x_TD.shape[0] and self._shared is not None else None
-        self._tick()
-        return native_ffn_combine(x_TD, self._experts, self._activation, routed, shared=shared_TD)
+        self._tick(marks if shared_TD is not None else None, SHARED)
+        combined_TD = native_ffn_combine(x_TD, self._experts, self._activation, routed, shared=shared_TD)
+        if marks is not None:
+            marks.mark(EXPERTS)
+        return combined_TD
 
     def _run_in_turns(
-        self, x_TD: torch.Tensor, sent: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+        self,
+        x_TD: torch.Tensor,
+        sent: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        marks: StepMarks | None,
     ) -> torch.Tensor:
         """Run the parts `sent` (rows, physical ids and weights of each), and shared experts while their rows travel."""
         arrived: list[Dispatched] = []
@@ -250,27 +260,35 @@ class MoELayer:
 
         def meanwhile(travelling: str) -> None:
             if travelling == ROWS and x_TD.shape[0] and self._shared is not None:
+                if marks is not None:
+                    marks.mark(DISPATCH)
                 shared.append(self._shared_experts(x_TD))
+                if marks is not None:
+                    marks.mark(SHARED)
 
-        combined = in_turns([self._stages(*part, arrived) for part in sent], meanwhile)
+        combined = in_turns([self._stages(*part, arrived, marks) for part in sent], meanwhile)
         self._keep_counts(arrived)
         combined_TD = combined[0] if len(combined) == 1 else torch.cat(combined)
         return combined_TD + shared[0] if shared else combined_TD
 
     def _stages(
-        self, rows_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, arrived: list[Dispatched]
+        self,
+        rows_TD: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        arrived: list[Dispatched],
+        marks: StepMarks | None,
     ) -> Stages[torch.Tensor]:
         """Dispatch some rows, run experts, combine; what was dispatched here is appended to `arrived`."""
         staged = self._staged
         assert staged is not None, f"the exchange {self._exchange.name} has no stages"
-        self._tick()
         dispatched = yield from staged.dispatching(rows_TD, ids_TK, weights_TK)
-        self._tick()
+        self._tick(marks, DISPATCH)
         arrived.append(dispatched)
         rows_MD = self._run_experts(dispatched)
-        self._tick()
+        self._tick(marks, EXPERTS)
         combined_TD = yield from staged.combining(rows_MD, weights_TK, dispatched.handle)
-        self._tick()
+        self._tick(marks, COMBINE)
         return combined_TD
 
     def _keep_counts(self, arrived: Sequence[Dispatched]) -> None:
@@ -338,9 +356,12 @@ class MoELayer:
             output_TD = output_TD * F.linear(x_TD, self._shared_gate).sigmoid()
         return output_TD
 
-    def _tick(self) -> None:
+    def _tick(self, marks: StepMarks | None, part: int) -> None:
+        """Say that `part` is done."""
         if self._progress is not None:
             self._progress.tick()
+        if marks is not None:
+            marks.mark(part)
 
 
 def _halves(num_tokens: int) -> tuple[slice, slice]:

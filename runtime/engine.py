@@ -21,6 +21,7 @@ from .plan import StepPlan, StepResult, unpack
 from .scheduler import Scheduler
 from .scheduling.admission import QueueFullError
 from .scheduling.request import Request, SequenceUpdate
+from .step_recorder import StepRecorder
 from .text_output import Shown
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,9 @@ class Engine:
         token_text: text of one token, for log-probabilities; None when there is no tokenizer.
         seeds: draws the seed of a request that has none.
         masks: follow grammars; None refuses requests that have one.
+
+    Attributes:
+        recorder: records steps; None: nobody traces.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class Engine:
         self.workers = workers
         self.num_steps = 0
         self.num_prompt_tokens = 0
+        self.recorder: StepRecorder | None = None
         self._make_text = make_text
         self._token_text = token_text
         self._seeds = seeds
@@ -144,8 +149,15 @@ class Engine:
     def step(self, timeout: float | None = None) -> list[Delta]:
         """Put one more step in flight, or collect the oldest; empty when it did not end within `timeout` seconds."""
         ended = self._take_masks(MASK_PATIENCE_S)
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.turn()
         if self.workers.in_flight < DEPTH and (plan := self.scheduler.schedule()) is not None:
+            if recorder is not None:
+                plan = recorder.planned(plan)
             self.workers.submit(plan)
+            if recorder is not None:
+                recorder.handed_over(plan.header.step)
             self.num_prompt_tokens += sum(chunk.num_tokens for rank in plan.ranks for chunk in rank.chunks)
             if self.workers.in_flight < DEPTH:
                 return ended
@@ -155,7 +167,12 @@ class Engine:
         if result is None:
             return ended
         self.num_steps += 1
-        return ended + self._deltas(self.scheduler.apply(result))
+        if recorder is not None:
+            recorder.collected(result.step)
+        deltas = self._deltas(self.scheduler.apply(result))
+        if recorder is not None:
+            recorder.booked(result.step)
+        return ended + deltas
 
     def settle(self, *, strict: bool = False) -> list[Delta]:
         """Check the books when the engine has fallen idle, and mend them: a leak costs capacity, not the engine.

@@ -10,6 +10,7 @@ import logging
 import os
 import select
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,9 +34,12 @@ from .messages import (
     Outputs,
     Ready,
     Shutdown,
+    StartTrace,
     Stopped,
+    StopTrace,
     Submit,
     ToEngine,
+    TraceProgress,
     refusal,
 )
 from .overlap import log_overlap, overlap_facts
@@ -48,6 +52,7 @@ from .prompts import model_tokenizer
 from .reporter import StatsReporter
 from .scheduler import Scheduler
 from .start_up import check_blocks, stall_limits
+from .step_recorder import StepRecorder
 from .text_output import TextOutput
 from .worker_main import build_hub, build_worker
 
@@ -56,6 +61,7 @@ log = logging.getLogger("moewe.runtime.engine_main")  # __name__ is __main__ in 
 EXIT_STOPPED, EXIT_NOT_STARTED, EXIT_LOST = 0, 1, 3
 HEARTBEAT_S = 1.0
 STEP_TIMEOUT_S = 0.5
+TRACE_PROGRESS_EVERY_S = 0.25
 # Deltas that a client may leave unread before the engine waits for it.
 MOST_UNREAD_BYTES = 8 << 20
 # Tests set this: books that do not balance then end the engine instead of being mended.
@@ -88,6 +94,7 @@ class EngineLoop:
         self._reporter: StatsReporter | None = None
         self._commands: deque[ToEngine] = deque()
         self._shutdown: Shutdown | None = None
+        self._trace_told = 0.0
 
     def run(self) -> int:
         """Live until `Shutdown`, the end of the client, or a loss. Returns the exit code; no rank is left."""
@@ -225,9 +232,13 @@ class EngineLoop:
             while self._commands:
                 self._obey(engine, self._commands.popleft())
             if self._shutdown is not None and not (self._shutdown.drain and engine.has_work):
+                if engine.recorder is not None:
+                    self._end_trace(engine, engine.recorder)
                 return
             if engine.has_work:
                 self._emit(engine.step(timeout=STEP_TIMEOUT_S))
+                if engine.recorder is not None:
+                    self._tell_of_trace(engine, engine.recorder)
                 if not engine.has_work:
                     self._emit(engine.settle(strict=strict))
 
@@ -260,6 +271,25 @@ class EngineLoop:
                 self._emit([refused] if refused is not None else [])
             case Abort(request_ids=request_ids):
                 self._emit(engine.abort(request_ids))
+            case StartTrace():
+                assert self._group is not None
+                engine.recorder = StepRecorder(command, self._group.workers.num_ranks)
+                self._group.workers.on_result = engine.recorder.see
+            case StopTrace(trace_id=trace_id) if engine.recorder is not None and engine.recorder.trace_id == trace_id:
+                self._end_trace(engine, engine.recorder)
+
+    def _tell_of_trace(self, engine: Engine, recorder: StepRecorder) -> None:
+        """Say how far a trace is, now and then, and hand it over when it is done."""
+        if recorder.is_done:
+            self._end_trace(engine, recorder)
+        elif (now := time.monotonic()) - self._trace_told >= TRACE_PROGRESS_EVERY_S:
+            self._trace_told = now
+            self._client.post(TraceProgress(trace_id=recorder.trace_id, num_steps=recorder.num_booked))
+
+    def _end_trace(self, engine: Engine, recorder: StepRecorder) -> None:
+        assert self._group is not None
+        engine.recorder = self._group.workers.on_result = None
+        self._client.post(recorder.traced())
 
     def _emit(self, deltas: list[Delta]) -> None:
         if deltas:

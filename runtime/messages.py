@@ -38,6 +38,23 @@ class Shutdown(Message, frozen=True, kw_only=True):
     drain: bool = False
 
 
+class StartTrace(Message, frozen=True, kw_only=True):
+    """Record where the time of the next `num_steps` steps goes, and answer with `Traced`; ends a trace before it.
+
+    `most_marks` of all ranks together end it early.
+    """
+
+    trace_id: int
+    num_steps: int
+    most_marks: int
+
+
+class StopTrace(Message, frozen=True, kw_only=True):
+    """End the trace now and answer with what there is; an id that is not recorded is ignored."""
+
+    trace_id: int
+
+
 # --- engine -> client -------------------------------------------------------------------------------------------------
 class LogprobEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One candidate at one position."""
@@ -179,6 +196,38 @@ class Stats(Message, frozen=True, kw_only=True):
     running_per_rank: tuple[int, ...] = ()
 
 
+class TraceProgress(Message, frozen=True, kw_only=True):
+    """So many steps are recorded."""
+
+    trace_id: int
+    num_steps: int
+
+
+class TracedStep(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One recorded step; `rows` and `marks` (`telemetry.StepMarks.packed`) have an entry a rank."""
+
+    step: int
+    phase: str
+    rows: tuple[int, ...]
+    marks: tuple[bytes, ...]
+
+
+class Traced(Message, frozen=True, kw_only=True):
+    """A trace.
+
+    Attributes:
+        steps: in order.
+        engine: i64 [n, 4] flattened: part (index into `step_recorder.ENGINE_PARTS`), step, begin and end in
+            nanoseconds of CLOCK_MONOTONIC.
+        is_full: it ended early, as it had `most_marks`.
+    """
+
+    trace_id: int
+    steps: tuple[TracedStep, ...]
+    engine: bytes
+    is_full: bool = False
+
+
 class Failed(Message, frozen=True, kw_only=True):
     """The engine is lost; it has ended its workers and exits. `rank` is -1 when no single rank is to blame."""
 
@@ -261,7 +310,7 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
     user_error: bool = False
 
 
-ToEngine = Submit | Abort | Shutdown
-FromEngine = Outputs | Loading | Ready | Stats | Failed | Stopped
+ToEngine = Submit | Abort | Shutdown | StartTrace | StopTrace
+FromEngine = Outputs | Loading | Ready | Stats | TraceProgress | Traced | Failed | Stopped
 ToWorker = AllocateKV | RunStep | StopWorker
 FromWorker = Loaded | KVAllocated | StepDone | RankCounted | WorkerFailed | Loading

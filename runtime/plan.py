@@ -139,6 +139,7 @@ class StepHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             is not sent, so this holds for workers that kept theirs. A sequence past its prompt comes as a chunk of its
             last known token that `samples`; `num_decodes` is 0 and nothing is implicit.
         overlap: what runs while rows travel, as `topologies.overlap_choice` names it.
+        traced: say where the time of this step went (`RankResult.marks`).
     """
 
     step: int
@@ -148,6 +149,7 @@ class StepHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     exchange: str
     snapshot: bool = False
     overlap: str = "none"
+    traced: bool = False
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -209,6 +211,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         counters: now and then, the rank's counters (runtime/metrics/stats.py encodes them); else empty.
         counts: i32 [n], how many of `tokens` belong to each sequence; empty when each got one.
         prompt_logprobs: of chunks whose requests asked.
+        marks: where its time went, if the header asked (`telemetry.StepMarks.packed`); else empty.
     """
 
     step: int
@@ -222,6 +225,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     counters: bytes = b""
     counts: bytes = b""
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    marks: bytes = b""
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

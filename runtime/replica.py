@@ -22,9 +22,13 @@ from .messages import (
     Outputs,
     Ready,
     Shutdown,
+    StartTrace,
     Stats,
     Stopped,
+    StopTrace,
     Submit,
+    Traced,
+    TraceProgress,
     refusal,
 )
 from .plan import unpack
@@ -76,6 +80,7 @@ class Replica:
         stopped: it has ended as it was told to.
         ends_itself: it has said its last word and ended its ranks; the process is about to exit.
         outstanding: tokens that it still has to run, as expected.
+        on_trace: shown what it says of a trace; None: nobody traces.
     """
 
     def __init__(
@@ -89,12 +94,14 @@ class Replica:
         self.stopped = False
         self.ends_itself = False
         self.outstanding = 0
+        self.on_trace: Callable[[TraceProgress | Traced], None] | None = None
         self._name = name
         self._watched = watched
         self._on_loading = on_loading
         self._owed: dict[str, list[int]] = {}  # per live request: [prompt tokens not known to have run, all work left]
         self._refused: list[Delta] = []  # answers to requests that found the channel full
-        self._unsaid: deque[Abort | Shutdown] = deque()  # what found it full and still has to be said
+        # What found it full and still has to be said.
+        self._unsaid: deque[Abort | Shutdown | StartTrace | StopTrace] = deque()
         self._silence = Silence(time.monotonic())
 
     @property
@@ -138,6 +145,11 @@ class Replica:
         self._unsaid.append(Shutdown(drain=drain))
         self._say()
 
+    def trace(self, order: StartTrace | StopTrace) -> None:
+        """Ask to record steps, or to stop that; `on_trace` hears of it."""
+        self._unsaid.append(order)
+        self._say()
+
     def _say(self) -> None:
         """Post what must not be dropped; what finds the channel full goes with the next `pump`."""
         try:
@@ -179,6 +191,9 @@ class Replica:
                 return [delta for delta in deltas if self._settle(delta)]
             case Stats():
                 self.stats = message
+            case TraceProgress() | Traced():
+                if self.on_trace is not None:
+                    self.on_trace(message)
             case Loading():
                 if self._on_loading is not None:
                     self._on_loading(self.index, message)

@@ -25,6 +25,7 @@ from .processes.launch import EngineStart, Member, spawn_process, spawn_thread
 from .processes.supervision import wait_gone
 from .replica import Replica
 from .resolve import Resolved, resolve
+from .trace_session import TraceSession
 
 ENGINE_MODULE = "moewe.runtime.engine_main"
 CHECK_EVERY_S = 0.5
@@ -166,6 +167,10 @@ class ReplicaSet:
             if replica.owes(request_id):
                 replica.abort(request_id)
         self._after_command()
+
+    def trace(self, num_steps: int) -> TraceSession:
+        """Let every replica record where the time of its next `num_steps` steps goes; one trace at a time."""
+        return TraceSession(self._replicas, num_steps, self._after_command)
 
     def _after_command(self) -> None:
         if self._loop is not None:

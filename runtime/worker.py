@@ -29,6 +29,7 @@ from ..native.gpu_counters import GpmCounter
 from ..native.library import set_threads
 from ..quant import can_pack, parse_format, parse_kv_format, weight_scheme
 from ..telemetry import RankCounters, RankProgress, StepClock
+from ..telemetry.step_marks import HEAD, SAMPLING, WAIT
 from .config import EngineConfig
 from .kv_layout import kv_layout, step_limits
 from .messages import KVAllocated, Loaded
@@ -241,7 +242,7 @@ class Worker:
         Raises:
             RuntimeError: the engine and this rank disagree about what the step is.
         """
-        self._clock.begin()
+        self._clock.begin(traced=header.traced)
         self._check_header(header)
         self.batch.apply(plan, snapshot=header.snapshot)
         rows = self.batch.rows(plan.chunks, plan.held)
@@ -255,7 +256,8 @@ class Worker:
         inputs = self._inputs.of(rows)
         forward = inputs.forward
         self._clock.inputs_ready()
-        hidden = self.decoder.forward(forward, self.storage, before_layers, overlap=header.overlap)
+        made, overlap = self._clock.marks, header.overlap
+        hidden = self.decoder.forward(forward, self.storage, before_layers, overlap=overlap, marks=made)
         self._clock.computed()
         if self.observer is not None:
             self.observer(forward, hidden, self.batch.sequence_ids[rows.row_slots])
@@ -264,6 +266,7 @@ class Worker:
         choice = self._choose(plan, inputs, hidden) if self._share.is_first else None
         if self._ranks is not None:
             choice = agree(self._ranks, rows, choice, num_slots=self.batch.num_slots, device=self.device)
+            self._clock.mark(WAIT)
         assert choice is not None
         chosen, healthy = choice.tokens, choice.healthy
         all_well = bool(healthy.all())
@@ -274,9 +277,9 @@ class Worker:
         none_ended = not outcome.flags.any()
         goes_on = (none_ended and bool(rows.sample_slots.size)) or bool(self.batch.num_running)
         busy = self._clock.end(goes_on=goes_on)
-        counters = self._due_counters(goes_on)
+        counters, marks = self._due_counters(goes_on), made.packed() if made is not None else b""
         if not self._share.is_first:  # the first of the attention replica tells what became of its sequences
-            return RankResult(step=header.step, num_rows=num_rows, busy_seconds=busy, counters=counters)
+            return RankResult(step=header.step, num_rows=num_rows, busy_seconds=busy, counters=counters, marks=marks)
         return RankResult(
             step=header.step,
             slots=inputs.slots if all_well else pack(outcome.slots),
@@ -289,6 +292,7 @@ class Worker:
             num_rows=num_rows,
             busy_seconds=busy,
             counters=counters,
+            marks=marks,
         )
 
     def _choose(self, plan: RankPlan, inputs: StepInputs, hidden: torch.Tensor) -> Choice:
@@ -297,6 +301,7 @@ class Worker:
         sampled = hidden if inputs.samples_all else hidden[inputs.forward.sample_rows]
         logits = self.decoder.step_logits(sampled)
         self._clock.computed()
+        self._clock.mark(HEAD)
         chosen, finite = self._scan_logits(logits)
         healthy = self._judge(rows, hidden, finite)
         logprobs: tuple[TokenLogprobs, ...] = ()
@@ -309,6 +314,7 @@ class Worker:
             on_prompts = prompt_logprobs(self.batch, rows, hidden, self.decoder.logits, healthy)
         if not inputs.takes_best:
             logprobs = chosen_logprobs(self.batch, rows, logits, torch.from_numpy(chosen).to(self.device), healthy)
+        self._clock.mark(SAMPLING)
         return Choice(tokens=chosen, healthy=healthy, logprobs=logprobs, prompt_logprobs=on_prompts)
 
     def late_counters(self) -> bytes:

@@ -123,6 +123,14 @@ _TOP = (
     _flag("once", "switch", OUTPUT, "Print the figures of one interval and leave; exit code 1 if a server has none."),
     _flag("json", "switch", OUTPUT, "With --once: JSON for scripts."),
 )  # fmt: skip
+_TRACE = (
+    _flag("url", "list", SERVER, "The server, with or without http:// and /v1; the word alone does too.",
+          default="http://127.0.0.1:8000"),
+    *(flag for flag in _TARGET if flag.name in ("api-key", "header")),
+    _flag("steps", "int", LOAD, "Steps that each replica records, 1 to 1000.", default="200"),
+    _flag("idle-timeout", "float", LOAD, "Seconds without a step after which it ends with what it has.", default="10"),
+    _flag("output", "text", OUTPUT, "File for the trace.", default="moewe-trace.json"),
+)  # fmt: skip
 _SERVED_NAME = tuple(flag for flag in HTTP_FLAGS if flag.name == "served-model-name")
 
 
@@ -193,6 +201,12 @@ def _top(settings: Any) -> int:
     return top(settings.tool)
 
 
+def _trace(settings: Any) -> int:
+    from .trace.command import trace
+
+    return trace(settings.tool)
+
+
 def _run_batch(settings: Any) -> int:
     from .run_batch import run_batch
 
@@ -260,6 +274,16 @@ TOOLS = (
         "moewe top [URL ...]; Ctrl-C leaves.",
         flags=(*_TOP, *_GENERAL),
         run=_top,
+        takes_model=False,
+        words="url",
+        words_alone=True,
+    ),
+    Tool(
+        name="trace",
+        help="Record where the time of a server's next steps goes, by rank and part: a file for Perfetto or Chrome, "
+        "and a table of shares. moewe trace URL; Ctrl-C stops.",
+        flags=(*_TRACE, *_GENERAL),
+        run=_trace,
         takes_model=False,
         words="url",
         words_alone=True,

@@ -38,6 +38,7 @@ from .streams import ClientGone, EventStream, collect, while_connected
 from .strict import parse
 from .token_routes import add_token_routes
 from .topology_view import topology_drawing, topology_map
+from .trace.routes import add_trace_routes
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ def build_routes(state: ServerState) -> FastAPI:
     _add_model_routes(app, state)
     _add_generation_routes(app, state)
     add_token_routes(app, state)
+    add_trace_routes(app, state)
     add_refused_routes(app)
     add_docs(app, state)
     add_page(app)

@@ -157,11 +157,20 @@ def _paths() -> dict[str, dict[str, Schema]]:
         "/tokenize": {"post": _post("Token ids of a text or a chat", tokenize, "Tokens", texts)},
         "/detokenize": {"post": _post("Text of token ids", ref("Detokenize"), "Text", texts)},
         "/v1/topology": {"get": {**topology, "parameters": [form]}},
+        "/v1/trace": {
+            "post": {**_get("Where the time of the next steps goes", "StepTrace", {*few, "400", "409"}),
+                     "parameters": [_query("steps", "integer", 1, 1000), _query("idle_timeout", "number", 0.1, 600)]},
+            "get": _get("How far a trace is", "TraceProgress", {"401"}),
+        },
         "/health": {"get": _get("200 while the process can serve or will", "Status", set(), unready="Status")},
         "/ready": {"get": _get("200 while requests are taken", "Status", set(), unready="Status")},
         "/metrics": {"get": _get("Figures for Prometheus", None, {"401"}, plain)},
         "/version": {"get": _get("The version", "Version", {"401"})},
     }  # fmt: skip
+
+
+def _query(name: str, kind: str, least: float, most: float) -> Schema:
+    return {"name": name, "in": "query", "schema": {"type": kind, "minimum": least, "maximum": most}}
 
 
 def _post(summary: str, body: Schema, answer: str, statuses: set[str], more: Schema | None = None) -> Schema:

@@ -78,12 +78,18 @@ ANSWERS: dict[str, Schema] = {
     "Topology": _object({
         "topology": _TEXT, "ep": _INTEGER, "dp": _INTEGER, "num_ranks": _INTEGER, "replicas": _many({"type": "object"}),
     }),
+    "StepTrace": {
+        **_object({"traceEvents": _many({"type": "object"}), "otherData": {"type": "object"}}),
+        "description": "In Chrome's Trace Event Format, for ui.perfetto.dev and chrome://tracing",
+    },
+    "TraceProgress": _object({"recording": {"type": "boolean"}}, {"steps": _INTEGER, "recorded": _many(_INTEGER)}),
 }  # fmt: skip
 
 STATUSES = {
     "400": "something in the request must change; the message names the field, the value and the fix",
     "401": "no key or a wrong one",
     "404": "no such model, no such path",
+    "409": "another trace is being recorded; come again when it is done",
     "408": "the body came too slowly",
     "413": "the body is larger than the server reads (`--max-body-bytes`)",
     "429": "every place to run and to wait is taken; come again after `Retry-After`",

@@ -165,6 +165,7 @@ class Server:
             replicas = ReplicaSet.start(self._resolved, on_loading=self._display.update)
             self.state.hub.replicas = replicas
             self.state.latest_stats = replicas.stats
+            self.state.begin_trace = replicas.trace
             with self._display.shown():
                 replicas.attach(loop, self.state.hub.on_deltas, self._on_failure, lambda: self._on_ready(replicas))
                 word = await self._first_word()

@@ -16,6 +16,7 @@ from ..runtime.config import EngineConfig
 from ..runtime.generation_defaults import GenerationDefaults
 from ..runtime.messages import Ready, Stats
 from ..runtime.metrics.export import Metrics
+from ..runtime.trace_session import TraceSession
 from ..text import ChatTemplate, Tokenizer
 from ..text.grammar_check import GrammarCheck
 from ..text.parsers import OutputFormat, output_format
@@ -50,6 +51,8 @@ class ServerState:
         ready: what each replica said when it was ready.
         stats: of each replica, as of the last `refresh`.
         latest_stats: asks the replicas.
+        begin_trace: starts a step trace of so many steps; None before there are replicas.
+        trace: the step trace that is being recorded.
         problem: why the server failed.
         grammar_check: tries grammars before an engine sees them.
     """
@@ -67,6 +70,8 @@ class ServerState:
     ready: list[Ready] = field(default_factory=list)
     stats: list[Stats] = field(default_factory=list)
     latest_stats: Callable[[], list[Stats]] = list
+    begin_trace: Callable[[int], TraceSession] | None = None
+    trace: TraceSession | None = None
     problem: str = ""
     grammar_check: GrammarCheck = field(default_factory=GrammarCheck)
 

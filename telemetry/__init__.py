@@ -4,6 +4,7 @@ from .counters import COMPONENTS, PHASES, SCOPES, RankCounters
 from .memory import peak_of, peak_of_family
 from .progress import ProgressBoard, RankProgress
 from .step_clock import StepClock
+from .step_marks import StepMarks
 
 __all__ = [
     "COMPONENTS",
@@ -13,6 +14,7 @@ __all__ = [
     "RankCounters",
     "RankProgress",
     "StepClock",
+    "StepMarks",
     "peak_of",
     "peak_of_family",
 ]

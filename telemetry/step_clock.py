@@ -1,7 +1,8 @@
 """The clock of one rank: which of its time goes to steps, to the host's part of them, and to waiting for plans.
 
-Not a counter (counters.py keeps the sums) and not a profiler: five looks at the clock a step. On a GPU the host's part
-is what it does before it launches layers and after it has the logits, which is when the device has finished.
+Not a counter (counters.py keeps the sums) and not a profiler: five looks at the clock a step, and marks
+(step_marks.py) only in steps that are traced. On a GPU the host's part is what it does before it launches layers and
+after it has the logits, which is when the device has finished.
 Units: seconds of a monotonic clock.
 """
 
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from .counters import RankCounters
+from .step_marks import RESULTS, StepMarks
 
 
 class StepClock:
@@ -19,6 +21,9 @@ class StepClock:
     Args:
         counters: get the sums.
         clock: monotonic seconds.
+
+    Attributes:
+        marks: of the step that runs, where it is traced; else None.
     """
 
     def __init__(self, counters: RankCounters, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -26,10 +31,12 @@ class StepClock:
         self._began = self._inputs = self._computed = self._ended = clock()
         self._goes_on = False
         self._starved = 0.0
+        self.marks: StepMarks | None = None
 
-    def begin(self) -> None:
-        """A plan has come."""
+    def begin(self, *, traced: bool = False) -> None:
+        """A plan has come; `traced`: make marks in this step."""
         now = self._clock()
+        self.marks = StepMarks(round(self._ended * 1e9) if self._goes_on else 0) if traced else None
         self._starved = now - self._ended if self._goes_on else 0.0
         self._began = self._inputs = self._computed = now
 
@@ -41,8 +48,14 @@ class StepClock:
         """Layers or logits are done."""
         self._computed = self._clock()
 
+    def mark(self, part: int) -> None:
+        """End a part of a traced step; nothing in others."""
+        if self.marks is not None:
+            self.marks.mark(part)
+
     def end(self, *, goes_on: bool) -> float:
         """Book the step and return how long it took; `goes_on`: this rank has sequences that are not finished."""
+        self.mark(RESULTS)
         now = self._clock()
         busy = now - self._began
         host = busy - (self._computed - self._inputs)

@@ -41,6 +41,7 @@ INNER = {
     "server.bench": "server",
     "server.top": "server",
     "server.eval": "server",
+    "server.trace": "server",
     "text.parsers": "text",
     "runtime.scheduling": "runtime",
     "runtime.ranks": "runtime",

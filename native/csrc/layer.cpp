@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "clock.h"
 #include "scratch.h"
 
 namespace moewe {
@@ -16,6 +17,18 @@ struct Shared {
 
 void tick(Team& team, const Step& step) {
   if (team.rank() == 0 && step.progress) __atomic_fetch_add(step.progress, 1, __ATOMIC_RELAXED);
+}
+
+// `marks` of the layer, or null where nobody asks.
+void mark(Team& team, int64_t* marks, Mark part) {
+  if (marks && team.rank() == 0) marks[part] = now_ns();
+}
+
+// The meeting that has just been: what came before it ended where it began.
+void mark_meeting(Team& team, int64_t* marks, const ShmGroup& group, Mark before, Mark meeting) {
+  if (!marks || team.rank() != 0) return;
+  if (before != kMarks) marks[before] = group.wait_began;
+  marks[meeting] = group.wait_ended;
 }
 
 // The residual stream, with what a block added, through a norm.
@@ -162,7 +175,8 @@ int64_t scratch_bytes(const Layer& layer, const Step& step) {
 }
 
 // False, on all members of the team alike, where the exchange met a fault.
-bool ffn_half(Team& team, const Layer& layer, const Step& step, int64_t* tokens_per_slot, Shared& shared) {
+bool ffn_half(Team& team, const Layer& layer, const Step& step, int64_t* tokens_per_slot, Shared& shared,
+              int64_t* marks) {
   const bf16* x = layer.norm_after ? step.x : step.normed;
   if (!layer.route.experts) {
     if (step.rows) run_shared(team, layer, step, x, step.added, shared.scratch);
@@ -190,6 +204,7 @@ bool ffn_half(Team& team, const Layer& layer, const Step& step, int64_t* tokens_
     if (group) {
       routes.tokens_per_slot = nullptr;  // the exchange sorts
       route(team, routes);
+      mark(team, marks, kRouted);
       ShmDispatch& dispatch = shared.dispatch;
       if (team.rank() == 0) {
         dispatch.group = group;
@@ -204,6 +219,8 @@ bool ffn_half(Team& team, const Layer& layer, const Step& step, int64_t* tokens_
       team.barrier();
       shm_dispatch(team, dispatch);
       if (dispatch.fault.kind != kNoFault) return false;
+      mark_meeting(team, marks, *group, kPublished, kAllPublished);
+      mark(team, marks, kDispatched);
       // How many rows come is known only now.
       if (team.rank() == 0)
         shared.scratch = call_scratch().take(std::max(
@@ -219,13 +236,21 @@ bool ffn_half(Team& team, const Layer& layer, const Step& step, int64_t* tokens_
       sums.rows = results;
     } else {
       route(team, routes);
+      mark(team, marks, kRouted);
       experts.rows = step.offsets[layer.route.slots];
     }
     experts.scratch = shared.scratch;
     expert_ffn(team, experts);
+    mark(team, marks, kExpertsRan);
     const bool has_shared = layer.shared.slots && step.rows;
-    if (has_shared) run_shared(team, layer, step, x, step.shared, shared.scratch);
-    if (group) shm_meet(team, *group);
+    if (has_shared) {
+      run_shared(team, layer, step, x, step.shared, shared.scratch);
+      mark(team, marks, kSharedRan);
+    }
+    if (group) {
+      shm_meet(team, *group);
+      mark_meeting(team, marks, *group, kMarks, kAllComputed);
+    }
     sums.row_of = step.rows_of;
     sums.weights = step.weights;
     sums.shared = has_shared ? step.shared : nullptr;
@@ -236,6 +261,7 @@ bool ffn_half(Team& team, const Layer& layer, const Step& step, int64_t* tokens_
     combine(team, sums);
   }
   if (layer.norm_after && step.rows) norm_rows(team, layer.ffn_norm, step, step.added, nullptr);
+  if (layer.route.experts || step.rows) mark(team, marks, layer.route.experts ? kCombined : kDense);
   return true;
 }
 
@@ -258,9 +284,13 @@ void moewe_layers(const moewe::Layer* const* layers, int64_t count, const moewe:
     bool has_added = false;
     for (int64_t i = 0; i < count; ++i) {
       const Layer& layer = *layers[i];
-      if (step->rows) attention_half(team, layer, *step, has_added, shared.scratch);
+      int64_t* const marks = step->marks ? step->marks + i * kMarks : nullptr;
+      if (step->rows) {
+        attention_half(team, layer, *step, has_added, shared.scratch);
+        mark(team, marks, kAttended);
+      }
       tick(team, *step);
-      if (!ffn_half(team, layer, *step, tokens_per_slot, shared)) {
+      if (!ffn_half(team, layer, *step, tokens_per_slot, shared, marks)) {
         if (team.rank() == 0) step->fault = shared.dispatch.fault;
         return;
       }

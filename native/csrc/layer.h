@@ -46,6 +46,12 @@ struct Layer {
   int32_t is_latent;
 };
 
+// What the marks of a layer end, in the order of time (kDense takes the place of all after kAttended).
+enum Mark : int32_t {
+  kAttended, kRouted, kPublished, kAllPublished, kDispatched, kExpertsRan, kSharedRan, kAllComputed, kCombined, kDense,
+  kMarks
+};
+
 // What changes from step to step. Buffers are of the caller.
 struct Step {
   int64_t rows;    // T; 0 only where ranks exchange rows
@@ -75,6 +81,7 @@ struct Step {
   int64_t* progress;         // counted up after each half of a layer, or null
   ShmGroup* group;           // ranks that exchange rows, or null
   int32_t* group_row_tokens;  // [most rows of this rank]
+  int64_t* marks;             // [layers, kMarks], zeros at first: when each part ended, ns of CLOCK_MONOTONIC; or null
   int64_t bytes_sent;         // out: what the exchange counted
   ShmFault fault;             // out: why the layers ended early, where its kind is not 0; nothing else is valid then
 };

@@ -12,6 +12,8 @@
 #include <cstring>
 #include <vector>
 
+#include "clock.h"
+
 namespace moewe {
 
 namespace {
@@ -23,12 +25,6 @@ ShmLine& line(const ShmGroup& g, int rank) { return static_cast<ShmLine*>(g.memo
 char* at(const ShmGroup& g, int64_t offset) { return static_cast<char*>(g.memory) + offset; }
 int32_t* ids(const ShmGroup& g, int rank) {
   return reinterpret_cast<int32_t*>(at(g, g.ids_at)) + rank * g.capacity * g.top_k;
-}
-
-int64_t now_ns() {
-  timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return int64_t{1000000000} * time.tv_sec + time.tv_nsec;
 }
 
 int64_t now_ms() { return now_ns() / 1000000; }
@@ -66,7 +62,9 @@ bool wait_all(ShmGroup& g, uint32_t ShmLine::*word, int64_t milliseconds) {
   bool all = true;
   for (int r = 0; r < g.ranks && all; ++r)
     all = r == g.rank || wait_for(line(g, r), line(g, r).*word, g.sequence, g.spins, deadline);
-  g.waited_ns += now_ns() - begin;
+  g.wait_began = begin;
+  g.wait_ended = now_ns();
+  g.waited_ns += g.wait_ended - begin;
   return all;
 }
 

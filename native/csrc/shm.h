@@ -31,6 +31,7 @@ struct ShmGroup {
   uint32_t sequence;  // dispatches so far, counted here
   int64_t stayed;     // bytes of rows and results of this rank that it reads itself, added up here
   int64_t waited_ns;  // in meetings, added up here
+  int64_t wait_began, wait_ended;  // of the last meeting, ns of CLOCK_MONOTONIC
 };
 
 enum ShmFaultKind : int32_t { kNoFault = 0, kNoSuchSlot = 1, kTooManyTokens = 2 };

@@ -11,7 +11,7 @@ import os
 import select
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..messages import Message, RankCounted, RunStep, StepDone, StopWorker, WorkerFailed
 from ..plan import RankResult, StepPlan, StepResult, result_of_ranks
@@ -44,12 +44,14 @@ class Workers:
 
     Attributes:
         counters: per rank, the newest counters that came (`stats.encode_counters`); empty before.
+        on_result: shown what every rank says of every step, if set.
     """
 
     def __init__(self, members: Sequence[Member], *, atp: int = 1) -> None:
         self.members = list(members)
         self.atp = atp
         self.counters = [b""] * len(self.members)
+        self.on_result: Callable[[int, RankResult], None] | None = None
         self._results: list[deque[RankResult]] = [deque() for _ in self.members]
         self._reports: dict[int, WorkerFailed] = {}
         self._steps: deque[int] = deque()
@@ -130,6 +132,8 @@ class Workers:
                 if isinstance(message, StepDone):
                     self._results[rank].append(message.result)
                     self.counters[rank] = message.result.counters or self.counters[rank]
+                    if self.on_result is not None:
+                        self.on_result(rank, message.result)
                 elif isinstance(message, RankCounted):
                     self.counters[rank] = message.counters
                 elif isinstance(message, WorkerFailed):

@@ -170,6 +170,8 @@ def small_server(pages: Pages) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(body)
 
+        do_POST = do_GET
+
         def log_message(self, *_: Any) -> None:
             pass
 

@@ -41,7 +41,7 @@ class _GroupArgs(ctypes.Structure):
         ("slot_starts", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("ranks", "rank", "top_k", "spins")),
         ("sequence", ctypes.c_uint32),
-        *((name, ctypes.c_int64) for name in ("stayed", "waited_ns")),
+        *((name, ctypes.c_int64) for name in ("stayed", "waited_ns", "wait_began", "wait_ended")),
     )
 
 

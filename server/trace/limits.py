@@ -1,0 +1,5 @@
+"""What bounds a step trace, for the route and for the command. Units: seconds, steps of one replica."""
+
+MOST_STEPS = 1000
+MOST_SECONDS = 600.0
+LEAST_IDLE_SECONDS, MOST_IDLE_SECONDS = 0.1, 600.0
