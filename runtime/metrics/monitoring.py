@@ -100,11 +100,13 @@ def write_monitoring(folder: Path) -> tuple[Path, Path]:
 
 def _panel(panel: Panel) -> dict[str, Any]:
     names = [name for expression, _ in panel.lines for name in metrics_of(expression)]
-    meanings = [f"`{name}`: {BY_NAME[name].meaning}" for name in dict.fromkeys(names)]
+    texts = [
+        f"`{name}`: {BY_NAME[name].meaning} When it is high: {BY_NAME[name].when_high}" for name in dict.fromkeys(names)
+    ]
     return {
         "type": "timeseries",
         "title": panel.title,
-        "description": "\n\n".join([*meanings, panel.advice]),
+        "description": "\n\n".join(texts),
         "datasource": _SOURCE,
         "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
         "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},

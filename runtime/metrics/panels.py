@@ -19,14 +19,12 @@ class Panel:
     Attributes:
         title: above it.
         unit: of Grafana: `s`, `percentunit`, `bytes`, `Bps`, `short`.
-        lines: (PromQL, legend) of each line.
-        advice: what to do when it is high; beside the meaning of its metrics.
+        lines: (PromQL, legend) of each line. What they mean, and what to do when they are high, is in the table.
     """
 
     title: str
     unit: str
     lines: tuple[tuple[str, str], ...]
-    advice: str
 
 
 @dataclass(frozen=True)
@@ -69,21 +67,16 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("Requests", "short", (
                 (f"moewe_requests_running{{{_ONE}}}", "running {{replica}}"),
                 (f"moewe_requests_waiting{{{_ONE}}}", "waiting {{replica}}"),
-            ), "Waiting while few run: KV or --max-num-seqs is the limit. Waiting while many run: add replicas."),
-            Panel("Time to first token", "s", _quantiles("moewe_time_to_first_token_seconds"),
-                  "Compare with queue time: if they are alike, capacity is short; else prompts are long."),
-            Panel("Inter-token latency", "s", _quantiles("moewe_inter_token_latency_seconds"),
-                  "Saturated memory: fewer bytes (int8, int4) or wider EP. Else: look at imbalance, links, the host."),
-            Panel("Time per output token, whole requests", "s", _quantiles("moewe_time_per_output_token_seconds"),
-                  "As inter-token latency; stalls of single tokens are averaged out."),
-            Panel("Request duration", "s", _quantiles("moewe_request_duration_seconds"),
-                  "Mostly the number of tokens asked for."),
-            Panel("Queue time", "s", _quantiles("moewe_queue_time_seconds"),
-                  "More replicas, more KV, or fewer requests."),
+            )),
+            Panel("Time to first token", "s", _quantiles("moewe_time_to_first_token_seconds")),
+            Panel("Inter-token latency", "s", _quantiles("moewe_inter_token_latency_seconds")),
+            Panel("Time per output token, whole requests", "s", _quantiles("moewe_time_per_output_token_seconds")),
+            Panel("Request duration", "s", _quantiles("moewe_request_duration_seconds")),
+            Panel("Queue time", "s", _quantiles("moewe_queue_time_seconds")),
             Panel("Prompts that ended", "short", (
                 (_rate("moewe_requests_finished_total", "reason"), "{{reason}}"),
                 (_rate("moewe_request_errors_total", "status"), "refused {{status}}"),
-            ), "Errors have a line in the log each, with the request's id."),
+            )),
         ),
     ),
     (
@@ -92,14 +85,43 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("Tokens a second", "short", (
                 (_rate("moewe_generation_tokens_total"), "generated"),
                 (_rate("moewe_prompt_tokens_total"), "prompt"),
-            ), "Set beside saturation: tokens can grow until memory is full."),
+            )),
             Panel("Rows of a step", "short", (
                 (f"{_rate('moewe_batch_tokens_total', 'replica', 'rank', 'phase')} / "
                  f"{_rate('moewe_steps_total', 'replica', 'rank', 'phase')}", "{{replica}}.{{rank}} {{phase}}"),
-            ), "Decode steps with few rows read all weights for few tokens."),
+            )),
             Panel("Running requests of a rank", "short", (
                 (f"moewe_rank_requests_running{{{_ONE}}}", "{{replica}}.{{rank}}"),
-            ), "Uneven ranks wait for each other."),
+            )),
+        ),
+    ),
+    (
+        "What binds",
+        (
+            Panel("Shares", "percentunit", (
+                (f"avg by (instance, by) (moewe_bound_share_ratio{{{_ONE}}})", "{{by}}"),
+            )),
+            Panel("Verdict of a rank", "short", (
+                (f"moewe_bound{{{_ONE}}}", "{{replica}}.{{rank}} {{by}}"),
+            )),
+            Panel("The host's part of busy time", "percentunit", (
+                (f"{_rate('moewe_host_seconds_total', 'replica', 'rank')} / "
+                 f"{_rate('moewe_busy_seconds_total', 'replica', 'rank')}", "{{replica}}.{{rank}}"),
+            )),
+            Panel("Starved: waiting for a plan", "percentunit", (
+                (f"{_rate('moewe_starved_seconds_total', 'replica', 'rank')} / on (instance, replica) group_left "
+                 f"{_rate('moewe_wall_seconds_total', 'replica')}", "{{replica}}.{{rank}}"),
+            )),
+            Panel("Arithmetic intensity", "short", (
+                (f"moewe_arithmetic_intensity_operations_per_byte{{{_ONE}}}", "{{phase}} {{replica}}"),
+                (f"moewe_ridge_point_operations_per_byte{{{_ONE}}}", "ridge point {{replica}}"),
+            )),
+            Panel("S-MFU while busy", "percentunit", (
+                (f"moewe_compute_saturation_ratio{{{_ONE}}}", "{{phase}} {{replica}}.{{rank}}"),
+            )),
+            Panel("Matrix operations a second", "short", (
+                (_rate("moewe_matrix_operations_total", "component"), "{{component}}"),
+            )),
         ),
     ),
     (
@@ -108,22 +130,28 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("Saturation while busy", "percentunit", (
                 (f"moewe_memory_saturation_ratio{{{_ONE},phase=\"decode\"}}", "decode {{replica}}.{{rank}}"),
                 (f"moewe_memory_saturation_ratio{{{_ONE},phase=\"mixed\"}}", "mixed {{replica}}.{{rank}}"),
-            ), "Near 1 decode is as fast as memory lets it be. Means nothing where the weights are cache resident."),
+            )),
             Panel("Bytes a second by component", "Bps", (
                 (_rate("moewe_memory_bytes_total", "component"), "{{component}}"),
-            ), "What fills memory: routed experts shrink with wider EP, KV with a smaller format."),
+            )),
             Panel("Ceilings", "Bps", (
                 (f"moewe_memory_bandwidth_ceiling_bytes_per_second{{{_ONE}}}", "{{replica}}.{{rank}}"),
-            ), "Measured at the start; lower than usual: something else uses the machine's memory."),
+            )),
             Panel("Matrix rate in cache", "short", (
                 (f"moewe_matrix_rate_ceiling_operations_per_second{{{_ONE}}}", "{{replica}}.{{rank}} {{format}}"),
-            ), "Measured at the start; prompts are bound by it."),
+            )),
+            Panel("Counted beside measured by the GPU", "Bps", (
+                (_rate("moewe_measured_memory_bytes_total", "replica", "rank"), "measured {{replica}}.{{rank}}"),
+            )),
+            Panel("Error of counted bytes", "percentunit", (
+                (f"moewe_model_error_ratio{{{_ONE}}}", "{{replica}}.{{rank}}"),
+            )),
             Panel("Busy", "percentunit", (
                 (_rate("moewe_busy_seconds_total", "replica", "rank"), "{{replica}}.{{rank}}"),
-            ), "Well below 1 with requests running: ranks wait for the host."),
+            )),
             Panel("Weights fit the cache", "short", (
                 (f"moewe_cache_resident{{{_ONE}}}", "{{replica}}.{{rank}}"),
-            ), "1: ignore saturation."),
+            )),
         ),
     ),
     (
@@ -131,24 +159,24 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel("KV usage", "percentunit", (
                 (f"moewe_kv_usage_ratio{{{_ONE}}}", "{{replica}}.{{rank}}"),
-            ), "Near 1 requests are preempted: --kv-cache-dtype, a smaller --max-num-seqs, or more memory."),
+            )),
             Panel("KV blocks", "short", (
                 (f"moewe_kv_blocks_used{{{_ONE}}}", "used {{replica}}.{{rank}}"),
                 (f"moewe_kv_blocks{{{_ONE}}}", "all {{replica}}.{{rank}}"),
-            ), "As KV usage."),
+            )),
             Panel("Preemptions", "short", (
                 (_rate("moewe_preemptions_total", "replica"), "{{replica}}"),
-            ), "Work is done twice: more KV, or fewer sequences at once."),
+            )),
             Panel("What is held", "bytes", (
                 (f"sum by (instance, kind, format) (moewe_weight_kind_bytes{{{_ONE}}})", "{{kind}} {{format}}"),
                 (f"sum by (instance, format) (moewe_kv_bytes{{{_ONE}}})", "KV {{format}}"),
-            ), "Weights by kind, and the pool of KV."),
+            )),
             Panel("Weights of a rank", "bytes", (
                 (f"moewe_weight_bytes{{{_ONE}}}", "{{replica}}.{{rank}}"),
-            ), "Unequal where experts do not divide."),
+            )),
             Panel("Peak host memory", "bytes", (
                 (f"moewe_peak_memory_bytes{{{_ONE}}}", "all processes"),
-            ), "Grows without more requests: report it."),
+            )),
         ),
     ),
     (
@@ -156,19 +184,19 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel("Imbalance", "short", (
                 (f"moewe_expert_imbalance_ratio{{{_ONE}}}", "{{scope}} {{replica}}"),
-            ), "Ranks above 1.2: redundant slots (red=) and --eplb; a layer waits for its fullest rank."),
+            )),
             Panel("Rows of experts", "short", (
                 (_rate("moewe_expert_tokens_total", "replica", "rank"), "{{replica}}.{{rank}}"),
-            ), "As imbalance, rank by rank."),
+            )),
             Panel("Bytes on links", "Bps", (
                 (_rate("moewe_exchange_bytes_total", "scope"), "{{scope}}"),
-            ), "`between` domains is the slow one: EP inside a domain, or the hierarchical exchange."),
+            )),
             Panel("Time in collectives", "percentunit", (
                 (_rate("moewe_exchange_seconds_total", "replica", "rank", "scope"), "{{replica}}.{{rank}} {{scope}}"),
-            ), "Waiting for slower ranks counts: look at imbalance first."),
+            )),
             Panel("Choices that no slot holds", "short", (
                 (_rate("moewe_unowned_expert_ids_total", "replica", "rank"), "{{replica}}.{{rank}}"),
-            ), "Always 0, or a bug: report it."),
+            )),
         ),
     ),
 )  # fmt: skip
