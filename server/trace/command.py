@@ -84,13 +84,16 @@ def _record(target: Target, steps: int, idle_s: float) -> bytes:
     """Return the answer of the server; says how far it is while it waits."""
     print(f"tracing {steps} steps at {target.root}; Ctrl-C stops", file=sys.stderr)
     done = threading.Event()
-    if sys.stderr.isatty():
+    in_terminal = sys.stderr.isatty()
+    if in_terminal:
         threading.Thread(target=_show_progress, args=(target, done), daemon=True).start()
     url = f"{target.api}/trace?steps={steps}&idle_timeout={idle_s}"
     try:
         return _answer(url, target.headers, "POST", MOST_SECONDS + MOST_IDLE_SECONDS, MOST_BYTES)
     finally:
         done.set()
+        if in_terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _show_progress(target: Target, done: threading.Event) -> None:
@@ -105,7 +108,6 @@ def _show_progress(target: Target, done: threading.Event) -> None:
             continue  # the answer to the trace itself says what is wrong
         if not done.is_set():
             print(line, end="", file=sys.stderr, flush=True)
-    print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _answer(url: str, headers: Mapping[str, str], method: str, timeout: float, most: int) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rich.console import Console
 from moewe.runtime.messages import Traced, TracedStep
 from moewe.runtime.plan import pack
 from moewe.server.state import ServerState
-from moewe.server.trace import routes
+from moewe.server.trace import command, routes
 from moewe.server.trace.chrome import TraceFacts, chrome_trace
 from moewe.server.trace.command import NoTraceError, trace
 from moewe.server.trace.shares import engine_lines, read_shares, shares_table
@@ -296,6 +297,31 @@ def test_what_gives_no_trace_is_one_line_and_no_file(tmp_path: Path, status: int
     with small_server(pages(status, data)) as url, pytest.raises(NoTraceError) as error:
         trace({"url": (url,), "steps": 2, "output": str(path)})
     assert reason in str(error.value) and str(error.value).isprintable() and not path.exists()
+
+
+def test_a_terminal_sees_how_far_it_is_and_a_clean_line_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr(command, "_PROGRESS_EVERY_S", 0.01)
+    asked, shown, data = Pages(), threading.Event(), chrome_trace([traced()], 2, "", FACTS)
+
+    class Answers(dict[str, tuple[int, bytes]]):
+        """The trace comes when its progress has been asked for some times."""
+
+        def get(self, path: str, default: Any = None) -> Any:
+            if path == "/v1/trace":
+                if len(asked.keys) > 3:
+                    shown.set()
+                return 200, b'{"steps": 2, "recorded": [1, 0]}'
+            assert shown.wait(10)
+            return 200, data
+
+    asked.by_path = Answers()
+    with small_server(asked) as url:
+        assert command.trace({"url": (url,), "steps": 2, "output": str(tmp_path / "a.json")}) == 0
+    err = capsys.readouterr().err
+    assert "\r1, 0 of 2 steps" in err and "\r\x1b[K" in err
 
 
 def test_no_server_is_one_line() -> None:
