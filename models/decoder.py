@@ -328,7 +328,7 @@ class Decoder:
             native.tokens_per_slot if native is not None and native.whole and not self._is_observed else None,
         )
         traffic = self._exchange.take_traffic()
-        self._counters.add_exchange(traffic.num_bytes, traffic.seconds)
+        self._counters.add_exchange(traffic.num_bytes, traffic.seconds, traffic.waited_seconds)
 
 
 def _attended(marks: StepMarks | None, layer: int, positions: RowPositions | None) -> None:

@@ -169,6 +169,7 @@ class CounterRecord(msgspec.Struct, frozen=True, kw_only=True):
     exchange_seconds: bytes
     num_moe_layers: int
     unowned_ids: int
+    waited_seconds: float
     measured_bytes: float
 
 

@@ -51,6 +51,7 @@ class RankCounters:
     expert_tokens: np.ndarray = field(init=False)
     expert_decode_tokens: np.ndarray = field(init=False)  # those of steps of phase decode
     unowned_ids: int = 0
+    waited_seconds: float = 0.0  # of `exchange_seconds`, those in which nothing travelled, where that is known
     measured_bytes: float = 0.0  # that a hardware counter of this rank's memory saw, all traffic; 0 without one
     phase: int = _PHASE["idle"]
 
@@ -75,8 +76,9 @@ class RankCounters:
         """Count operations of matrix products over rows that were really run."""
         self._flops[self.phase * len(COMPONENTS) + _COMPONENT[component]] += num_flops
 
-    def add_exchange(self, num_bytes: Sequence[int], seconds: Sequence[float]) -> None:
+    def add_exchange(self, num_bytes: Sequence[int], seconds: Sequence[float], waited_seconds: float = 0.0) -> None:
         """Count what an exchange moved and how long it took, an entry a scope; what left the rank was on a link."""
+        self.waited_seconds += waited_seconds
         self.exchange_bytes += num_bytes
         self.exchange_seconds += seconds
         self.add_bytes("exchange", sum(num_bytes[1:]))
@@ -98,4 +100,4 @@ class RankCounters:
         for item in fields(self):
             if isinstance(values := getattr(self, item.name), np.ndarray):
                 values[...] = 0
-        self.unowned_ids, self.measured_bytes = 0, 0.0
+        self.unowned_ids, self.waited_seconds, self.measured_bytes = 0, 0.0, 0.0

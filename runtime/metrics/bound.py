@@ -5,7 +5,8 @@ fractions of the window's wall time, but for `queue`, which is of the requests' 
 
 How time is divided, for each rank: what is neither in steps nor waiting for a plan is `idle`. Waiting for a plan with
 sequences at hand, and the host's part of steps, is `host`. What even the rank that waits least spends in collectives is
-`link`; what others wait longer, they wait for slower ranks: `imbalance`. The rest is kernels: of it, `memory` is the
+`link`; what others wait longer, they wait for slower ranks: `imbalance`; so is waiting in which nothing travels, where
+that is known (rows in shared memory). The rest is kernels: of it, `memory` is the
 time that good kernels take for the bytes, and `compute` for the operations; what they leave unexplained is launches and
 small operations, which are the host's again. Good kernels reach 0.8 of the bandwidth (the constant of NVIDIA's
 aiconfigurator) and 0.6 of the matrix rate (FlashAttention-2 reports 0.5 to 0.73 of an A100's); both are of ceilings
@@ -30,6 +31,7 @@ class RankSums:
 
     Attributes:
         busy_seconds: in steps, of which `host_seconds` were the host's and `collective_seconds` in collectives.
+        waited_seconds: of those in collectives, known to be waiting for other ranks alone.
         starved_seconds: waiting for a plan with sequences at hand.
         memory_bytes: of weights and KV.
         flops: of matrix products.
@@ -38,6 +40,7 @@ class RankSums:
     busy_seconds: float = 0.0
     host_seconds: float = 0.0
     collective_seconds: float = 0.0
+    waited_seconds: float = 0.0
     starved_seconds: float = 0.0
     memory_bytes: float = 0.0
     flops: float = 0.0
@@ -110,7 +113,7 @@ def judge_all(verdicts: Sequence[Verdict], previous: str | None = None) -> Verdi
 def _rank_shares(sums: GroupSums, ceilings: RankCeilings) -> list[dict[str, float]]:
     # No clock is trusted to agree with another: a part is never more than what it is a part of.
     waits = [_within(rank.collective_seconds, rank.busy_seconds) for rank in sums.ranks]
-    link = min(waits, default=0.0)
+    link = min((_within(spent - rank.waited_seconds, spent) for rank, spent in zip(sums.ranks, waits)), default=0.0)
     asked = max(0.0, sums.waiting_seconds) + max(0.0, sums.running_seconds)
     queue = max(0.0, sums.waiting_seconds) / asked if asked > 0 else 0.0
     found = []

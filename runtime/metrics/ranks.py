@@ -171,6 +171,7 @@ class ReplicaMetrics:
                     busy_seconds=float(busy[i].sum()),
                     host_seconds=float(host[i].sum()),
                     collective_seconds=float(collectives[i][1:].sum()),
+                    waited_seconds=self._gain("waited_seconds", i),
                     starved_seconds=float(starved[i].sum()),
                     memory_bytes=float(memory_bytes(moved[i]).sum()),
                     flops=float(flops[i].sum()),
@@ -183,12 +184,15 @@ class ReplicaMetrics:
 
     def _model_error(self, i: int) -> float:
         """Return by how much more bytes a rank counted in the window than its hardware; 0 where that saw none."""
-        since = self._baseline.counters if self._baseline is not None else []
-        before = since[i].measured_bytes if i < len(since) else 0.0
-        measured = self.counters[i].measured_bytes
-        measured -= before if before <= measured else 0.0
+        measured = self._gain("measured_bytes", i)
         counted = float(memory_bytes(self._gains("bytes_moved")[i]).sum())
         return counted / measured - 1 if measured > 0 else 0.0
+
+    def _gain(self, name: str, i: int) -> float:
+        """Return by how much a single counter of a rank grew in the window."""
+        since = self._baseline.counters if self._baseline is not None else []
+        now, before = getattr(self.counters[i], name), getattr(since[i], name) if i < len(since) else 0.0
+        return float(now - before if before <= now else now)
 
     def _gains(self, name: str) -> list[np.ndarray]:
         """Return by how much an array of counters grew in the window, by rank; what began anew is taken from 0."""

@@ -35,6 +35,7 @@ def encode_counters(counters: RankCounters) -> bytes:
             exchange_seconds=pack(counters.exchange_seconds, "<f8"),
             num_moe_layers=counters.num_moe_layers,
             unowned_ids=counters.unowned_ids,
+            waited_seconds=counters.waited_seconds,
             measured_bytes=counters.measured_bytes,
         )
     )
@@ -58,7 +59,11 @@ def decode_counters(stats: RankStats) -> RankCounters:
     """Return the arrays of `stats` in their shapes (metrics side)."""
     num_slots = len(stats.expert_tokens) // 8 // stats.num_moe_layers if stats.num_moe_layers else 0
     counters = RankCounters(
-        stats.num_moe_layers, num_slots, unowned_ids=stats.unowned_ids, measured_bytes=stats.measured_bytes
+        stats.num_moe_layers,
+        num_slots,
+        unowned_ids=stats.unowned_ids,
+        waited_seconds=stats.waited_seconds,
+        measured_bytes=stats.measured_bytes,
     )
     counters.bytes_moved = unpack(stats.bytes_moved, "<i8").reshape(len(PHASES), len(COMPONENTS))
     counters.flops = unpack(stats.flops, "<f8").reshape(len(PHASES), len(COMPONENTS))

@@ -157,6 +157,7 @@ def test_processes_over_shared_memory(topology: str) -> None:
                 stayed, sent, far = watched.sent_by(rank)
                 assert counters.exchange_bytes.tolist() == [stayed, sent + choices, far]
                 expected["exchange"] += choices
+                assert 0 < counters.waited_seconds == pytest.approx(counters.exchange_seconds[1])
             assert found == {name: expected[name] for name in found}
             assert counted_flops(counters) == watched.flops_of(rank)
             assert 0 < counters.host_seconds.sum() < counters.busy_seconds.sum()

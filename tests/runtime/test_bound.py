@@ -71,6 +71,15 @@ def test_the_slow_rank_is_bound_by_its_own_work_and_the_others_by_it() -> None:
     assert judge_all(verdicts).bound == "imbalance"
 
 
+def test_waiting_in_which_nothing_travels_is_not_the_links() -> None:
+    """Ranks that are slow in turns wait alike: the sums cannot tell, but shared memory can."""
+    waiting = replace(STREAMING, collective_seconds=7.0)
+    assert [verdict.bound for verdict in judge(group(waiting, waiting), CEILINGS)] == ["link"] * 2
+    known = replace(waiting, waited_seconds=6.5)
+    for verdict in judge(group(known, known), CEILINGS):
+        assert verdict.bound == "imbalance" and verdict.shares["link"] == pytest.approx(0.05)
+
+
 def test_bytes_from_a_cache_explain_nothing() -> None:
     """What streams from a cache waits for launches, as far as anybody can tell."""
     resident = replace(CEILINGS, cache_resident=True)
@@ -103,7 +112,8 @@ def test_the_word_changes_only_when_another_share_leads_clearly() -> None:
 
 amounts = st.floats(-1.0, 1e6, allow_nan=False)
 ranks = st.builds(
-    RankSums, busy_seconds=amounts, host_seconds=amounts, collective_seconds=amounts, starved_seconds=amounts,
+    RankSums, busy_seconds=amounts, host_seconds=amounts, collective_seconds=amounts, waited_seconds=amounts,
+    starved_seconds=amounts,
     memory_bytes=st.floats(0, 1e15), flops=st.floats(0, 1e18),
 )  # fmt: skip
 groups = st.builds(

@@ -13,7 +13,7 @@ def test_counters_arrive_with_shapes_and_values():
     counters.begin_step("decode", 7)
     counters.add_bytes("routed", 1 << 40)
     counters.add_flops("kv", 2.0**70)
-    counters.add_exchange((1, 2, 3 << 40), (0.5, 0.25, 0.125))
+    counters.add_exchange((1, 2, 3 << 40), (0.5, 0.25, 0.125), 0.0625)
     counters.add_expert_tokens(np.array([[0] * 5, [0] * 5, [0, 1, 2, 3, 4]]))
     counters.end_step(0.25, 0.125, 0.5)
     counters.unowned_ids, counters.measured_bytes = 2, 1.5e20
@@ -26,7 +26,7 @@ def test_counters_arrive_with_shapes_and_values():
     assert (back.expert_tokens - back.expert_decode_tokens == 1).all() and back.expert_decode_tokens.sum() == 10
     fields = ("bytes_moved", "busy_seconds", "steps", "tokens", "expert_tokens", "expert_decode_tokens")
     fields += ("exchange_bytes", "exchange_seconds", "flops", "host_seconds", "starved_seconds")
-    assert back.measured_bytes == 1.5e20
+    assert (back.waited_seconds, back.measured_bytes) == (0.0625, 1.5e20)
     for field in fields:
         np.testing.assert_array_equal(getattr(back, field), getattr(counters, field))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -255,10 +255,11 @@ class ShmExchange:
     def take_traffic(self) -> Traffic:
         """Return what this rank and others read of it since the last call, each row once a rank, and its waiting."""
         group, meter = self.group, self._meter
+        waited = 1e-9 * group.waited_ns  # rows are read where they lie, so all of it is for other ranks
         meter.count(SAME_RANK, group.stayed)
-        meter.count_seconds(IN_DOMAIN, 1e-9 * group.waited_ns)
+        meter.count_seconds(IN_DOMAIN, waited)
         group.stayed = group.waited_ns = 0
-        return meter.take()
+        return replace(meter.take(), waited_seconds=waited)
 
     def _wait(self, arrived: ctypes._FuncPointer) -> None:  # type: ignore[name-defined]
         # A rank that never comes is for the watchdog to judge: it ends this process.

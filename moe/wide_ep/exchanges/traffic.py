@@ -26,10 +26,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one rank: bytes and seconds, an entry a scope."""
+    """Of one rank: bytes and seconds, an entry a scope.
+
+    `waited_seconds` are those of them in which nothing travelled, where that is known: a rank waited for another.
+    """
 
     num_bytes: tuple[int, ...] = (0,) * len(SCOPES)
     seconds: tuple[float, ...] = (0.0,) * len(SCOPES)
+    waited_seconds: float = 0.0
 
     @property
     def bytes_on_links(self) -> int:
@@ -40,6 +44,7 @@ class Traffic:
         return Traffic(
             tuple(a + b for a, b in zip(self.num_bytes, other.num_bytes, strict=True)),
             tuple(a + b for a, b in zip(self.seconds, other.seconds, strict=True)),
+            self.waited_seconds + other.waited_seconds,
         )
 
 
