@@ -107,6 +107,11 @@ class NullWorker:
             num_rows=rows.num_rows,
         )
 
+    @property
+    def moves(self) -> None:
+        """Experts stay."""
+        return None
+
     def late_counters(self) -> bytes:
         """Nothing is counted."""
         return b""

@@ -102,19 +102,25 @@ class WeightParts:
 
     def layer(self, layer: int) -> tuple[LayerWeights, Targets]:
         """Return layer number `layer`."""
-        config = self._config
         targets: Targets = defaultdict(list)
-        inside = _LayerAllocator(
-            parameters=layer_parameters(config, layer),
+        return self._inside(layer, self._experts(layer), targets).layer_weights(), dict(targets)
+
+    def experts(self, layer: int, experts: Sequence[int]) -> tuple[ExpertWeights, Targets]:
+        """Return slots for `experts` of layer number `layer`, whatever the placement says."""
+        targets: Targets = defaultdict(list)
+        return self._inside(layer, experts, targets).expert_weights(), dict(targets)
+
+    def _inside(self, layer: int, experts: Sequence[int], targets: Targets) -> _LayerAllocator:
+        return _LayerAllocator(
+            parameters=layer_parameters(self._config, layer),
             prefix=layer_prefix(layer),
             dtype=self._dtype,
             device=self._device,
             targets=targets,
-            config=config,
+            config=self._config,
             layer=layer,
-            experts=self._experts(layer),
+            experts=experts,
         )
-        return inside.layer_weights(), dict(targets)
 
     def _experts(self, layer: int) -> Sequence[int]:
         config = self._config
@@ -196,10 +202,14 @@ class _LayerAllocator(_Allocator):
             router=self.single(ROUTER),
             router_bias=self.optional("mlp.router.bias"),
             selection_bias=self.optional(SELECTION_BIAS),
-            experts=self._gated(ExpertWeights, EXPERT),
+            experts=self.expert_weights(),
             shared=self._gated(DenseFFN, "mlp.shared") if moe.shared_width else None,
             shared_gate=self.optional("mlp.shared_gate.weight"),
         )
+
+    def expert_weights(self) -> ExpertWeights:
+        """Allocate the routed experts."""
+        return self._gated(ExpertWeights, EXPERT)
 
     def _gated(self, kind: type[_Gated], prefix: str) -> _Gated:
         gate, up, down = (f"{prefix}.{projection}" for projection in PROJECTIONS)

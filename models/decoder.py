@@ -7,7 +7,7 @@ Shapes: T rows of this rank, S rows that sample, D width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +62,15 @@ class _Layer:
     post_attention_norm: Norm
     dense: DenseFFN | None
     moe: MoELayer | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertChange:
+    """What a slot of this rank is to hold from now on: `tensors` as `slot_tensors` gives them, in other memory."""
+
+    moe_layer: int
+    slot: int
+    tensors: list[torch.Tensor]
 
 
 class Decoder:
@@ -190,6 +199,31 @@ class Decoder:
         for layer in self._layers:
             if layer.moe is not None:
                 layer.moe.observer = observer
+
+    def move_experts(self, changes: Sequence[ExpertChange], tables: Mapping[int, torch.Tensor]) -> None:
+        """Put other experts into slots, and find experts where they stand now. Between two steps only.
+
+        Args:
+            changes: of this rank's slots.
+            tables: of each MoE layer that changes anywhere in the group, see `MoELayer.place`.
+        """
+        layers = [layer for layer in self._weights.layers if layer.moe is not None]
+        for change in changes:
+            moe = layers[change.moe_layer].moe
+            assert moe is not None
+            for place, new in zip(moe.experts.slot_tensors(change.slot), change.tensors, strict=True):
+                assert place.dtype == new.dtype and place.shape == new.shape, (place.shape, new.shape)
+                place.copy_(new)
+        moe_layers = [layer.moe for layer in self._layers if layer.moe is not None]
+        for number, table in tables.items():
+            moe_layers[number].place(table)
+        if tables:
+            self._native_storage = None  # native calls for layers hold addresses of tables
+
+    def slot_tensors(self, moe_layer: int, slot: int) -> list[torch.Tensor]:
+        """Return what stands in a slot of this rank, see `ExpertWeights.slot_tensors`."""
+        experts = [layer.moe.experts for layer in self._weights.layers if layer.moe is not None]
+        return experts[moe_layer].slot_tensors(slot)
 
     def _native_layers(self, storage: KVStorage) -> NativeLayers | None:
         """Return the layers as native calls over `storage`; None where torch joins their parts."""

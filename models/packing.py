@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..moe.gated import ExpertWeights
 from ..quant import (
     PackedTensor,
     QuantTensor,
@@ -105,6 +106,15 @@ def quantize_layer(layer: LayerWeights, scheme: WeightScheme, on_packed: Callabl
             on_packed(num_bytes)
 
 
+def pack_experts(experts: ExpertWeights, scheme: WeightScheme | None) -> None:
+    """Make of read experts what `quantize_layer` (with a scheme) or `pack_weights` makes of them; see there."""
+    for place in _ffn_places(experts, routed=True):
+        if scheme is None:
+            place.pack()
+        else:
+            place.quantize(scheme)
+
+
 def quantize_head(weights: ModelWeights, on_packed: Callable[[int], None]) -> None:
     """Quantise the head; one that is also the embedding becomes a copy, whose rows stay as they are."""
     place = _Place(weights, "head")
@@ -128,15 +138,17 @@ def _layer_places(layer: LayerWeights) -> Iterator[_Place]:
             yield _Place(layer.latent, name)
         yield _Place(layer.latent, "kv_b_k", by_head=True, transposed=True)
         yield _Place(layer.latent, "kv_b_v", by_head=True)
-    ffns: list[object] = [layer.dense]
+    yield from _ffn_places(layer.dense)
     if layer.moe is not None:
-        ffns += [layer.moe.experts, layer.moe.shared]
-    for ffn in ffns:
-        routed = layer.moe is not None and ffn is layer.moe.experts
-        both = _Place(ffn, "w13", gate_up=True), _Place(ffn, "w2", down_of_all=not routed)
-        # One call runs both products, in one format: a quantised one beside a plain one stays with torch.
-        if ffn is not None and both[0].kind is not None and both[0].kind == both[1].kind:
-            yield from both
+        yield from _ffn_places(layer.moe.experts, routed=True)
+        yield from _ffn_places(layer.moe.shared)
+
+
+def _ffn_places(ffn: object, *, routed: bool = False) -> Iterator[_Place]:
+    both = _Place(ffn, "w13", gate_up=True), _Place(ffn, "w2", down_of_all=not routed)
+    # One call runs both products, in one format: a quantised one beside a plain one stays with torch.
+    if ffn is not None and both[0].kind is not None and both[0].kind == both[1].kind:
+        yield from both
 
 
 def _transpose(stack: torch.Tensor) -> torch.Tensor:

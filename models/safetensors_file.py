@@ -89,6 +89,12 @@ class SafetensorsFile:
                 raise self._refuse("ended early: it changed while it was read; start again")
             done += count
 
+    def check_unchanged(self) -> None:
+        """Raise ConfigError where the file has been written to since it was opened."""
+        status = os.fstat(self._fd)
+        if (status.st_size, status.st_mtime_ns) != self._stamp:
+            raise self._refuse("was changed while it was in use; start again")
+
     def close(self) -> None:
         """Close the file; allowed more than once."""
         if self._fd >= 0:
@@ -101,6 +107,7 @@ class SafetensorsFile:
             raise self._refuse("is not a regular file; give a model folder as transformers saves it")
         if status.st_size < 8:
             raise self._refuse(f"has {status.st_size} bytes and no header: an incomplete download? fetch it again")
+        self._stamp = (status.st_size, status.st_mtime_ns)
         length = int.from_bytes(self._bytes(8, 0), "little")
         if length > MAX_HEADER_BYTES or 8 + length > status.st_size:
             why = f"claims a header of {length} bytes in a file of {status.st_size}: incomplete or not safetensors"

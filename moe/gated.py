@@ -77,13 +77,21 @@ class ExpertWeights:
     @property
     def bytes_per_slot(self) -> int:
         """Exact bytes of one expert."""
-        tensors: list[torch.Tensor | None] = []
+        return sum(math.prod(part.shape[1:]) * part.element_size() for part in self._stacks())
+
+    def slot_tensors(self, slot: int) -> list[torch.Tensor]:
+        """Return everything that makes up one expert, as views; alike for all slots of ranks that hold one format."""
+        return [part[slot] for part in self._stacks()]
+
+    def _stacks(self) -> list[torch.Tensor]:
+        """Return what holds the experts, [S, ..] each."""
+        stacks: list[torch.Tensor | None] = []
         for part in (self.w13, self.w2, self.b13, self.b2):
             if isinstance(part, PackedTensor):
-                tensors += [part.data, part.scales, part.grid]
+                stacks += [part.data, part.scales, part.grid]
             else:
-                tensors += [part.data, part.scales] if isinstance(part, QuantTensor) else [part]
-        return sum(math.prod(t.shape[1:]) * t.element_size() for t in tensors if t is not None)
+                stacks += [part.data, part.scales] if isinstance(part, QuantTensor) else [part]
+        return [stack for stack in stacks if stack is not None]
 
     @cached_property
     def has_grouped_product(self) -> bool:

@@ -24,7 +24,7 @@ from .gated import SILU, Activation, ExpertWeights, GatedFFN
 from .native_experts import ExpertFfnArgs, ffn_args, native_ffn, native_ffn_combine
 from .native_route import NativeRouter, RouteArgs
 from .routing import RoutingConfig, route
-from .wide_ep import Dispatched, Exchange, ExpertPlacement, StagedExchange, assign_replicas, replica_table
+from .wide_ep import Dispatched, Exchange, ExpertPlacement, StagedExchange, replica_table, slots_of
 from .wide_ep.exchanges.stages import ROWS, Stages, in_turns
 
 # Sees what was chosen: MoE layer number, and expert ids [T, K] in memory that the next call may write to.
@@ -149,7 +149,7 @@ class MoELayer:
         self._router_bias = None if weights.router_bias is None else weights.router_bias.float()
         self._selection_bias = weights.selection_bias
         self._experts, self._shared, self._shared_gate = weights.experts, weights.shared, weights.shared_gate
-        self._placement, self._rank = placement, rank
+        self._table = placement.table(moe_layer, rank, device)
         # Valid ids cannot lack an owner when every expert has one, so the check costs nothing in a sound placement.
         self._all_owned = bool((replica_table(placement, moe_layer, rank)[:-1] >= 0).all())
         self._is_alone = exchange.name == "local" and self._all_owned and not switches.weigh_input
@@ -162,7 +162,7 @@ class MoELayer:
                 num_slots=placement.num_slots,
                 bias=weights.router_bias,
                 selection_bias=weights.selection_bias,
-                slot_of=placement.table(moe_layer, rank, device),
+                slot_of=self._table,
             )
         self._no_ids = torch.empty(0, routing.top_k, dtype=torch.int32, device=device)
         self._no_weights = torch.empty(0, routing.top_k, device=device)
@@ -219,6 +219,16 @@ class MoELayer:
         combined_TD = self._exchange.combine(rows_MD, topk_weights_TK, dispatched.handle)
         self._tick(marks, COMBINE)
         return combined_TD if shared_TD is None else combined_TD + shared_TD
+
+    def place(self, table: torch.Tensor) -> None:
+        """Find experts elsewhere from now on; `native` is to be asked again.
+
+        Args:
+            table: as `replica_table` makes one, [E + 1] i32 on the device of the weights; every expert has a slot.
+        """
+        self._table = table
+        if self._router_native is not None:
+            self._router_native.place(table)
 
     @property
     def native(self) -> NativeMoE | None:
@@ -335,7 +345,7 @@ class MoELayer:
         topk_ids_TK, topk_weights_TK = route(logits_TE, self._routing, self._selection_bias)
         if self.observer is not None:
             self.observer(self._moe_layer, topk_ids_TK)
-        physical_ids_TK = assign_replicas(topk_ids_TK, self._placement, self._moe_layer, self._rank)
+        physical_ids_TK = slots_of(topk_ids_TK, self._table)
         if not self._all_owned:
             self._report_unowned(topk_ids_TK, physical_ids_TK)
         return physical_ids_TK, topk_weights_TK

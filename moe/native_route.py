@@ -111,6 +111,11 @@ class NativeRouter:
             jitter=config.jitter,
         )
 
+    def place(self, slot_of: torch.Tensor) -> None:
+        """Find experts in other slots from now on: [E] i32 (and more); what copied `args` has to do so again."""
+        self._slot_of = slot_of.to(torch.int32).contiguous()
+        self.args.slot_of = self._slot_of.data_ptr()
+
     def __call__(self, x: torch.Tensor) -> Routed:
         """Route the rows of `x` [T, D] bf16."""
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[1] == self.args.width, (x.dtype, x.shape)

@@ -58,7 +58,7 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
         exchange: what joins the ranks of a group: `auto`, or one of `topologies.exchange_choice.EXCHANGES`.
         exchange_payload: how rows travel to experts: `auto` as they are, `fp8` in e4m3 with a scale for 128 columns.
         overlap: what runs while rows travel over links: `auto`, or one of `topologies.overlap_choice.OVERLAPS`.
-        eplb: what places experts: `off`, or `static FILE` by the load in a file.
+        eplb: what places experts: `off`, `static FILE` by the load in a file, or `auto` by the load that comes.
         eplb_load: that load, [MoE layers, experts] i64; resolving reads it, nobody sets it.
     """
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from .deltas import TokenText, logprob_entries, prompt_entries
 from .grammar_masks import GrammarMasks, MadeMask
-from .messages import INVALID_REQUEST, QUEUE_FULL, Delta, LogprobEntry, Submit, refusal
+from .messages import INVALID_REQUEST, QUEUE_FULL, BalanceStats, Delta, LogprobEntry, Submit, refusal
 from .params import SamplingParams
 from .plan import StepPlan, StepResult, unpack
 from .scheduler import Scheduler
@@ -54,6 +54,18 @@ class StepRunner(Protocol):
         ...
 
 
+class PlanMarker(Protocol):
+    """What the engine asks of live balancing (runtime/rebalancing/balancer.py)."""
+
+    def mark(self, plan: StepPlan) -> StepPlan:
+        """Return `plan` with the placement of experts that holds in it."""
+        ...
+
+    def stats(self) -> BalanceStats:
+        """Return what was done so far."""
+        ...
+
+
 class TextStream(Protocol):
     """What the engine asks of the text side of one request (runtime/text_output.py)."""
 
@@ -83,6 +95,7 @@ class Engine:
 
     Attributes:
         recorder: records steps; None: nobody traces.
+        balancer: moves experts; None where they stay.
     """
 
     def __init__(
@@ -97,6 +110,7 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         self.workers = workers
+        self.balancer: PlanMarker | None = None
         self.num_steps = 0
         self.num_prompt_tokens = 0
         self.recorder: StepRecorder | None = None
@@ -153,6 +167,8 @@ class Engine:
         if recorder is not None:
             recorder.turn()
         if self.workers.in_flight < DEPTH and (plan := self.scheduler.schedule()) is not None:
+            if self.balancer is not None:
+                plan = self.balancer.mark(plan)
             if recorder is not None:
                 plan = recorder.planned(plan)
             self.workers.submit(plan)

@@ -49,6 +49,7 @@ from .processes.group import Group, GroupParts
 from .processes.launch import EngineStart
 from .processes.workers import RankLost
 from .prompts import model_tokenizer
+from .ranges import moves_experts
 from .reporter import StatsReporter
 from .scheduler import Scheduler
 from .start_up import check_blocks, stall_limits
@@ -193,7 +194,7 @@ class EngineLoop:
             overlap_facts=self._overlap_facts(group, ready),
             eos_token_ids=self._start.eos_token_ids,
         )
-        return Engine(
+        engine = Engine(
             Scheduler(limits),
             group.workers,
             make_text=lambda params: TextOutput(tokenizer, params),
@@ -203,6 +204,11 @@ class EngineLoop:
             if tokenizer is None
             else GrammarMasks(grammar_matchers(tokenizer, self._start.vocab_size, self._start.eos_token_ids)),
         )
+        if moves_experts(self._start.config):
+            from .live_balance import live_balancer  # torch comes with it, which an engine does without otherwise
+
+            engine.balancer = live_balancer(self._start.config, ready, group.workers)
+        return engine
 
     def _overlap_facts(self, group: Group, ready: Ready) -> OverlapFacts:
         config, rule = self._start.config, group.exchange_rule

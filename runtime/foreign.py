@@ -66,8 +66,8 @@ def foreign(name: str) -> str | None:
         return f"{name} is not an option of moewe; overlap says it: auto, by a model of each step, on, or off"
     if key in _EPLB:
         return (
-            f"{name} is not an option of moewe; eplb places experts by load: --eplb static FILE, with what "
-            "moewe record --load FILE writes"
+            f"{name} is not an option of moewe; eplb places experts by load: --eplb auto moves them while serving, "
+            "--eplb static FILE takes what moewe record --load FILE writes"
         )
     if key in _REDUNDANT:
         return f"{name} is not an option of moewe; the topology says it: EP8DP1[red=16] has 16 redundant slots"

@@ -43,6 +43,7 @@ def step_limits(config: EngineConfig, *, otherwise: int = UNBOUNDED) -> StepLimi
         max_model_len=config.model.max_model_len or otherwise,
         max_num_seqs=config.schedule.max_num_seqs,
         block_size=config.cache.block_size,
+        moves_experts=config.parallel.eplb.strip() == "auto",
     )
 
 

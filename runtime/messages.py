@@ -182,10 +182,37 @@ class RankStats(CounterRecord, frozen=True, kw_only=True):
     cache_resident: bool = False
 
 
+class BalanceStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What live balancing has done; sums since the start, seconds of steps by the model of step time.
+
+    Attributes:
+        placement: number of the placement that holds.
+        slots: i32 [slots of the group], the expert in each slot of the first MoE layer.
+        moves: experts that were moved.
+        rounds: placements that came into force.
+        failures: rounds that some rank could not prepare.
+        taken_back: rounds among `rounds` that undid others.
+        move_seconds: of reading experts, of the slowest rank of each round.
+        predicted_seconds: that decisions promised to save in the steps since.
+        realised_seconds: that moves saved on the rows that came; negative where they did harm.
+    """
+
+    placement: int
+    slots: bytes
+    moves: int = 0
+    rounds: int = 0
+    failures: int = 0
+    taken_back: int = 0
+    move_seconds: float = 0.0
+    predicted_seconds: float = 0.0
+    realised_seconds: float = 0.0
+
+
 class Stats(Message, frozen=True, kw_only=True):
     """State of one engine; sent at most twice a second while busy, once when it falls idle, and each second.
 
-    `num_prompt_tokens` counts chunks as they start, those that a preemption makes run again included.
+    `num_prompt_tokens` counts chunks as they start, those that a preemption makes run again included. `balance` is None
+    where experts do not move.
     """
 
     num_running: int
@@ -195,6 +222,7 @@ class Stats(Message, frozen=True, kw_only=True):
     ranks: tuple[RankStats, ...] = ()
     num_prompt_tokens: int = 0
     running_per_rank: tuple[int, ...] = ()
+    balance: BalanceStats | None = None
 
 
 class TraceProgress(Message, frozen=True, kw_only=True):
@@ -255,6 +283,28 @@ class RunStep(Message, frozen=True, kw_only=True):
     plan: RankPlan
 
 
+class PrepareMoves(Message, frozen=True, kw_only=True):
+    """Hold the weights of other experts aside, to be put into slots when a step names `placement`; answer when done.
+
+    Attributes:
+        placement: number of the placement that they are for.
+        moves: i32 [n, 3] flattened rows (MoE layer, slot of this rank, expert).
+        layers: MoE layers that change anywhere in the group.
+        tables: i32 [layers, experts] flattened, the slot of the group that this rank uses for each expert then.
+    """
+
+    placement: int
+    moves: bytes
+    layers: tuple[int, ...]
+    tables: bytes
+
+
+class DropMoves(Message, frozen=True, kw_only=True):
+    """Forget what was prepared for `placement`: some rank could not."""
+
+    placement: int
+
+
 class StopWorker(Message, frozen=True, kw_only=True):
     """Leave the loop and exit."""
 
@@ -303,6 +353,15 @@ class RankCounted(Message, frozen=True, kw_only=True):
     counters: bytes
 
 
+class MovesPrepared(Message, frozen=True, kw_only=True):
+    """A rank has prepared a placement in so many seconds, beside its steps; or could not, then `error` says why."""
+
+    rank: int
+    placement: int
+    error: str = ""
+    seconds: float = 0.0
+
+
 class WorkerFailed(Message, frozen=True, kw_only=True):
     """An exception ended the worker. `user_error` marks a mistake that the user can mend (bad checkpoint)."""
 
@@ -313,5 +372,5 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
 
 ToEngine = Submit | Abort | Shutdown | StartTrace | StopTrace
 FromEngine = Outputs | Loading | Ready | Stats | TraceProgress | Traced | Failed | Stopped
-ToWorker = AllocateKV | RunStep | StopWorker
-FromWorker = Loaded | KVAllocated | StepDone | RankCounted | WorkerFailed | Loading
+ToWorker = AllocateKV | RunStep | PrepareMoves | DropMoves | StopWorker
+FromWorker = Loaded | KVAllocated | StepDone | RankCounted | MovesPrepared | WorkerFailed | Loading

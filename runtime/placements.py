@@ -1,6 +1,7 @@
 """Where the experts of a replica stand: the one answer for its ranks, its engine and whoever shows it.
 
-Not a policy (moe.wide_ep.placement) and not live balancing: a placement holds from the start to the end.
+Not a policy (moe.wide_ep.placement) and not live balancing (runtime/rebalancing/): this is where experts stand at the
+start, and with `eplb` off or static until the end.
 Units: tokens. L MoE layers, E experts.
 """
 
@@ -27,7 +28,9 @@ def with_load(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     Raises:
         ValueError: there is no such file, or it does not fit the model.
     """
-    eplb, load = config.parallel.eplb, b""
+    eplb, load = config.parallel.eplb.strip(), b""
+    if eplb == "auto" and model.moe is None:
+        raise ValueError("eplb='auto' moves experts, but the model is dense; use off")
     if file := eplb_file(eplb):
         if model.moe is None:
             raise ValueError(f"eplb={eplb!r} places experts, but the model is dense; use off")
@@ -42,15 +45,19 @@ def with_load(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 
 
 def expert_placement(config: EngineConfig, model: ModelConfig) -> ExpertPlacement:
-    """Return where experts stand under a resolved `config`: by the load that it holds, else as `first_placement`."""
+    """Return where experts stand when a resolved `config` starts: by the load in it, else as `first_placement`."""
     num_experts = model.moe.routing.num_experts if model.moe is not None else 0
     parallel = config.parallel
     return _placement(parallel.topology, len(model.moe_layers), num_experts, parallel.eplb_load)
 
 
 def placement_note(config: EngineConfig, model: ModelConfig) -> str:
-    """Return a line about a placement by load, empty without one: what it was made from and what it is to give."""
+    """Return a line about a placement by load, empty without one: what makes it, and what it is to give."""
     parallel, topology = config.parallel, parse_topology(config.parallel.topology)
+    if parallel.eplb == "auto":
+        if topology.ep == 1:
+            return "  placement  eplb auto: one rank holds all experts, so nothing moves"
+        return "  placement  evenly at first, then by the load that comes (eplb auto)"
     if not parallel.eplb_load or model.moe is None:
         return ""
     load = np.reshape(unpack(parallel.eplb_load, "<i8"), (len(model.moe_layers), -1))

@@ -140,6 +140,8 @@ class StepHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             last known token that `samples`; `num_decodes` is 0 and nothing is implicit.
         overlap: what runs while rows travel, as `topologies.overlap_choice` names it.
         traced: say where the time of this step went (`RankResult.marks`).
+        placement: number of the placement of experts that holds in the step; ranks have prepared it.
+        counts: every rank sends its counters with the result.
     """
 
     step: int
@@ -150,6 +152,8 @@ class StepHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     snapshot: bool = False
     overlap: str = "none"
     traced: bool = False
+    placement: int = 0
+    counts: bool = False
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

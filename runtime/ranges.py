@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..topologies import parse_topology
 from ..topologies.exchange_choice import EXCHANGES, PAYLOADS
 from ..topologies.overlap_choice import OVERLAPS
 from .config import LOAD_FORMATS, QUANTIZATIONS, EngineConfig
@@ -37,6 +38,11 @@ def eplb_file(eplb: str) -> str:
     return file.strip() if mode == "static" else ""
 
 
+def moves_experts(config: EngineConfig) -> bool:
+    """Tell whether experts move while a resolved `config` serves."""
+    return config.parallel.eplb.strip() == "auto" and parse_topology(config.parallel.topology).ep > 1
+
+
 def _words(config: EngineConfig) -> list[tuple[str, Any, bool, str]]:
     model, parallel, policy = config.model, config.parallel, config.schedule.policy
     return [
@@ -53,11 +59,8 @@ def _words(config: EngineConfig) -> list[tuple[str, Any, bool, str]]:
         ("exchange_payload", parallel.exchange_payload, parallel.exchange_payload in PAYLOADS,
          f"use {' or '.join(PAYLOADS)}"),
         ("overlap", parallel.overlap, parallel.overlap in OVERLAPS, f"use {', '.join(OVERLAPS)}"),
-        ("eplb", parallel.eplb, parallel.eplb != "auto",
-         "moving experts while serving is not available in this version; use off, or static FILE with the load of "
-         "each expert, which moewe record --load FILE writes"),
-        ("eplb", parallel.eplb, parallel.eplb == "off" or bool(eplb_file(parallel.eplb)),
-         "use off, or static FILE with the load of each expert, which moewe record --load FILE writes"),
+        ("eplb", parallel.eplb, parallel.eplb.strip() in ("off", "auto") or bool(eplb_file(parallel.eplb)),
+         "use off, auto, or static FILE with the load of each expert, which moewe record --load FILE writes"),
         ("policy", policy, policy in POLICIES, f"use {' or '.join(POLICIES)}"),
         ("tokenizer", model.tokenizer, not (model.tokenizer and model.skip_tokenizer_init),
          "skip_tokenizer_init loads none; leave one of the two out"),

@@ -80,4 +80,5 @@ class StatsReporter:
                 for rank, counters in enumerate(self._workers.counters)
             ),
             running_per_rank=tuple(number for number in running for _ in range(atp)),
+            balance=None if engine.balancer is None else engine.balancer.stats(),
         )

@@ -46,6 +46,7 @@ from .plan import (
     TokenLogprobs,
     pack,
 )
+from .ranges import moves_experts
 from .ranks.batch import StepRows, WorkerBatch
 from .ranks.choice import Choice, agree
 from .ranks.finish import Committed
@@ -58,6 +59,7 @@ from .ranks.row_scan import RowScanner
 from .ranks.sampler import sample
 from .ranks.step_inputs import InputBuilder, StepInputs
 from .ranks.step_way import begin_step
+from .rebalancing.rank_moves import RankMoves
 
 COUNTERS_EVERY_S = 0.25
 WARM_UP_TOKENS = 8
@@ -93,6 +95,7 @@ class Worker:
         counters: everything that this rank counts.
         observer: a test's eyes, called after every forward pass.
         routing_log: keeps what routers choose, if set before `load`.
+        moves: of experts while serving; None where they stay, and before `load`.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class Worker:
         self._gpu_counter: GpmCounter | None = None
         self.observer: Observer | None = None
         self.routing_log: RoutingLog | None = None
+        self.moves: RankMoves | None = None
         # Sequences that may grow beyond this length use other rotary frequencies from their first token on.
         scaling = self.model_config.rotary.scaling
         self._long_from = scaling.original_max_position if scaling is not None and scaling.kind == "longrope" else 0
@@ -158,23 +162,19 @@ class Worker:
         native = can_pack(dtype, self.device)
         if native:
             set_threads(torch.get_num_threads())
-        report = load_weights(
-            Path(options.path),
-            self.model_config,
-            LoadOptions(
-                dtype=dtype,
-                placement=self._placement,
-                rank=self.rank,
-                device=self.device,
-                dummy=options.load_format == "dummy",
-                seed=options.seed,
-                num_threads=torch.get_num_threads(),
-                pack=native,
-                scheme=weight_scheme(options.quantization) if options.quantization else None,
-                share=self._share,
-            ),
-            on_progress=self._on_loading,
+        how = LoadOptions(
+            dtype=dtype,
+            placement=self._placement,
+            rank=self.rank,
+            device=self.device,
+            dummy=options.load_format == "dummy",
+            seed=options.seed,
+            num_threads=torch.get_num_threads(),
+            pack=native,
+            scheme=weight_scheme(options.quantization) if options.quantization else None,
+            share=self._share,
         )
+        report = load_weights(Path(options.path), self.model_config, how, on_progress=self._on_loading)
         self._decoder = Decoder(
             self._own_config,
             report.weights,
@@ -187,6 +187,8 @@ class Worker:
         )
         if self.routing_log is not None:
             self._decoder.observe_routing(self.routing_log.observe)
+        if moves_experts(self.config):
+            self.moves = RankMoves(self._decoder, Path(options.path), self.model_config, how)
         return Loaded(
             rank=self.rank,
             num_blocks=blocks_that_fit(self.config, self._own_config, self.number_format, self.device),
@@ -244,6 +246,8 @@ class Worker:
         """
         self._clock.begin(traced=header.traced)
         self._check_header(header)
+        if self.moves is not None:
+            self.moves.switch(header.placement)
         self.batch.apply(plan, snapshot=header.snapshot)
         rows = self.batch.rows(plan.chunks, plan.held)
         if rows.decode_slots.size > plan.num_decodes:
@@ -277,7 +281,8 @@ class Worker:
         none_ended = not outcome.flags.any()
         goes_on = (none_ended and bool(rows.sample_slots.size)) or bool(self.batch.num_running)
         busy = self._clock.end(goes_on=goes_on)
-        counters, marks = self._due_counters(goes_on), made.packed() if made is not None else b""
+        counters = self._due_counters(goes_on, at_once=header.counts)
+        marks = made.packed() if made is not None else b""
         if not self._share.is_first:  # the first of the attention replica tells what became of its sequences
             return RankResult(step=header.step, num_rows=num_rows, busy_seconds=busy, counters=counters, marks=marks)
         return RankResult(
@@ -359,10 +364,10 @@ class Worker:
             flags = np.concatenate([flags, np.full(silent.size, FINISH_ERROR, np.uint8)])
         return _Outcome(slots=slots, tokens=tokens[kept.counts > 0], counts=counts, flags=flags)
 
-    def _due_counters(self, goes_on: bool) -> bytes:
-        """Return the counters every quarter second, and when nothing runs any more; `goes_on` when something does."""
+    def _due_counters(self, goes_on: bool, *, at_once: bool) -> bytes:
+        """Return the counters every quarter second, when nothing runs any more (else it `goes_on`), and `at_once`."""
         self._counters_due = True
-        if time.monotonic() - self._counters_sent < COUNTERS_EVERY_S and goes_on:
+        if not at_once and time.monotonic() - self._counters_sent < COUNTERS_EVERY_S and goes_on:
             return b""
         return self._encoded_counters()
 

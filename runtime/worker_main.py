@@ -20,10 +20,12 @@ from ..topologies.meeting import PeersLostError
 from .config import EngineConfig
 from .messages import (
     AllocateKV,
+    DropMoves,
     KVAllocated,
     Loaded,
     Loading,
     Message,
+    PrepareMoves,
     RankCounted,
     RunStep,
     StepDone,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from ..moe.wide_ep.exchanges.joining import LinkOf
     from ..moe.wide_ep.exchanges.threads import ThreadHub
     from ..moe.wide_ep.placement import ExpertPlacement
+    from .rebalancing.rank_moves import RankMoves
 
 log = logging.getLogger("moewe.runtime.worker_main")  # __name__ is __main__ in a process of its own
 
@@ -58,6 +61,11 @@ OnLoading = Callable[[int, int], None]
 
 class RankWorker(Protocol):
     """What this loop asks of a worker (runtime/worker.py; tests bring their own)."""
+
+    @property
+    def moves(self) -> RankMoves | None:
+        """Moves of its experts while serving; None where they stay."""
+        ...
 
     def load(self) -> Loaded:
         """Put weights in place."""
@@ -125,6 +133,8 @@ def run_rank(
             stopped = _serve(channel, worker, rank, progress, results, on_ready)
         finally:
             results.release()
+            if worker.moves is not None:
+                worker.moves.close()
     except ChannelClosed:
         log.info("rank %d was cut off", rank)
     except Exception as error:
@@ -156,6 +166,9 @@ def _serve(
                 # A stop string or an abort ends a request behind this rank's back: its last counters go out now.
                 if counters := worker.late_counters():
                     _send_alive(channel, RankCounted(rank=rank, counters=counters), progress)
+            case PrepareMoves() | DropMoves():
+                assert worker.moves is not None, "experts of this rank stay"
+                worker.moves.obey(message)
             case RunStep(header=header, plan=plan):
                 progress.enter(STATE_BUSY, header.step)
                 result = worker.run(header, plan, results.release)
@@ -171,6 +184,8 @@ def _serve(
                 _send_alive(channel, allocated, progress)
             case StopWorker():
                 return True
+        if worker.moves is not None and (report := worker.moves.take_report()) is not None:
+            _send_alive(channel, report, progress)
 
 
 class _Results:

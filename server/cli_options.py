@@ -102,7 +102,7 @@ ENGINE_FLAGS = (
             "What runs while rows travel over links: auto, shared experts, and where a model of the step says that it "
             "pays experts of one half of the rows; on, both in every step; or off.", default="auto"),
     _engine("eplb", "text", TOPOLOGY,
-            "How experts are placed: off, evenly in number, or static FILE, by the load in a file of `moewe record`.",
+            "How experts are placed: off, evenly; static FILE, by a load of `moewe record`; auto, by what comes.",
             default="off"),
     _engine("ranks", "text", TOPOLOGY, "processes, or threads of one process.", default="processes", hidden=True),
     _engine("gpu-memory-utilization", "float", MEMORY,

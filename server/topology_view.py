@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ..moe.wide_ep.placement import ExpertPlacement, draw_placement
+from ..moe.wide_ep.placement import ExpertPlacement, draw_placement, placement_of
 from ..runtime.placements import expert_placement
+from ..runtime.plan import unpack
+from ..runtime.ranges import moves_experts
 from ..topologies import RankGrid, parse_topology, placement_summary
 from .state import ServerState
 
@@ -19,25 +21,23 @@ from .state import ServerState
 def topology_map(state: ServerState) -> dict[str, Any]:
     """Return the map.
 
-    `expert_ranks[e]` is the rank, in every replica, that holds routed expert e (the first of several);
-    `expert_replicas` names the ranks of each expert that stands on several. Experts are those of the first MoE layer.
+    `expert_ranks[e]` is the rank that holds routed expert e (the first of several); `expert_replicas` names the ranks
+    of each expert that stands on several. Experts are those of the first MoE layer, of replica 0 where they move; each
+    replica shows its own beside its ranks.
     """
     topology = parse_topology(state.config.parallel.topology)
     model = state.model_config
-    placement = _placement(state)
-    num_experts = placement.num_experts
-    ranks: list[dict[str, Any]] = []
-    for rank, (start, stop) in enumerate(placement.slot_ranges):
-        experts = placement.local_experts(rank).tolist() if num_experts else []
-        domain = int(placement.rank_domain[rank])
-        ranks.append(
-            {"rank": rank, "domain": domain, "slots": [start, stop], "experts": experts, "num_experts": len(experts)}
-        )
+    placements = [_placement(state, replica) for replica in range(topology.dp)]
+    num_experts = placements[0].num_experts
     replicas = [
-        {"replica": replica, "ranks": [{**rank, **_live(state, replica, rank["rank"])} for rank in ranks]}
-        for replica in range(topology.dp)
+        {
+            "replica": replica,
+            **_balance(state, replica),
+            "ranks": [{**rank, **_live(state, replica, rank["rank"])} for rank in _ranks(placement)],
+        }
+        for replica, placement in enumerate(placements)
     ]
-    holders = _holders(placement)
+    holders = _holders(placements[0])
     return {
         "topology": topology.long(),
         "ep": topology.ep,
@@ -65,7 +65,9 @@ def topology_drawing(state: ServerState) -> str:
     lines = [view["topology"], "", str(RankGrid(topology, topology.num_ranks)), ""]
     if view["num_experts"]:
         lines += [f"experts of a replica: {placement_summary(topology, view['num_experts'])}"]
-        lines += [draw_placement(_placement(state)), ""]
+        for replica in range(topology.dp if moves_experts(state.config) else 1):
+            lines += [f"replica {replica}"] * (topology.dp > 1 and moves_experts(state.config))
+            lines += [draw_placement(_placement(state, replica)), ""]
     for replica in view["replicas"]:
         for rank in replica["ranks"]:
             start, stop = rank["slots"]
@@ -78,9 +80,35 @@ def topology_drawing(state: ServerState) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _placement(state: ServerState) -> ExpertPlacement:
-    """Where the experts of every replica stand when ranks start: all of them work it out alike."""
-    return expert_placement(state.config, state.model_config)
+def _ranks(placement: ExpertPlacement) -> list[dict[str, Any]]:
+    """What stands where on each rank."""
+    ranks: list[dict[str, Any]] = []
+    for rank, (start, stop) in enumerate(placement.slot_ranges):
+        experts = placement.local_experts(rank).tolist() if placement.num_experts else []
+        domain = int(placement.rank_domain[rank])
+        ranks.append(
+            {"rank": rank, "domain": domain, "slots": [start, stop], "experts": experts, "num_experts": len(experts)}
+        )
+    return ranks
+
+
+def _balance(state: ServerState, replica: int) -> dict[str, Any]:
+    """How often experts of a replica have moved; nothing where they stay."""
+    balance = state.stats[replica].balance if replica < len(state.stats) else None
+    if balance is None:
+        return {}
+    return {"placement": balance.placement, "moves": balance.moves, "failed_rounds": balance.failures}
+
+
+def _placement(state: ServerState, replica: int) -> ExpertPlacement:
+    """Where the experts of a replica stand in the first MoE layer now; other layers are shown as they began."""
+    start = expert_placement(state.config, state.model_config)
+    balance = state.stats[replica].balance if replica < len(state.stats) else None
+    if balance is None or not balance.placement:
+        return start
+    slots = start.physical_to_logical.copy()
+    slots[0] = unpack(balance.slots)
+    return placement_of(slots, start.num_experts, start.slot_ranges, domains=start.domains)
 
 
 def _holders(placement: ExpertPlacement) -> list[list[int]]:

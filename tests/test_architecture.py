@@ -47,15 +47,17 @@ INNER = {
     "runtime.ranks": "runtime",
     "runtime.processes": "runtime",
     "runtime.metrics": "runtime",
+    "runtime.rebalancing": "runtime",
 }
 
 # What each folder inside the runtime may import of the rest of it. `scheduling` decides and `ranks` execute; neither
-# knows how they are joined (`processes`) or watched (`metrics`).
+# knows how they are joined (`processes`) or watched (`metrics`); `rebalancing` moves experts, a file for each side.
 RUNTIME_EDGES = {
     "scheduling": {"plan", "params"},
     "ranks": {"plan", "config", "resolve", "kv_layout"},
     "processes": {"plan", "messages", "config", "worker_main", "kernels"},
     "metrics": {"plan", "messages"},
+    "rebalancing": {"plan", "messages", "metrics"},
 }
 
 # Folders and files that must not import torch: they decide, or they run where no device is.
@@ -90,6 +92,7 @@ MAY_IMPORT_TORCH = {
     "runtime/ranks/row_scan.py",
     "runtime/ranks/sampler.py",
     "runtime/ranks/step_inputs.py",
+    "runtime/rebalancing/rank_moves.py",
 }
 MAX_LINES = 400
 

@@ -14,6 +14,8 @@ from .grid import slot_ranges
 from .kv_sizes import KVGroup, StepLimits
 from .spec import Topology, TopologyError
 
+# Experts that move at once, and the bytes that a rank holds aside for them.
+MOST_MOVES, MOST_ASIDE_BYTES = 8, 256 << 20
 # Interpreter and libraries of a rank's process; measured near 300 MiB with torch on CPU.
 RESERVE_BYTES = 512 << 20
 
@@ -188,10 +190,19 @@ def _buffers(footprint: ModelFootprint, topology: Topology, limits: StepLimits) 
         # gate, up and their product (3F) of the rows of one expert; an expert's weights are 3 * F * D.
         inner = topology.adp * tokens * (footprint.expert_bytes // max(1, footprint.hidden_size))
     logits = 2 * min(limits.max_num_seqs, tokens) * footprint.vocab_size * 4
-    return [
+    lines = [
         BudgetLine(name="exchange buffers (worst case)", kind="buffers", num_bytes=exchange),
         BudgetLine(name="activations (estimate)", kind="buffers", num_bytes=8 * tokens * row + inner + logits),
     ]
+    if limits.moves_experts and footprint.num_experts and topology.ep > 1:
+        aside = most_moves(footprint.expert_bytes) * footprint.expert_bytes
+        lines.append(BudgetLine(name="experts on their way (eplb auto)", kind="buffers", num_bytes=aside))
+    return lines
+
+
+def most_moves(expert_bytes: int) -> int:
+    """Return how many experts of so many bytes may move at once: a rank holds them aside; two can change places."""
+    return max(2, min(MOST_MOVES, MOST_ASIDE_BYTES // max(1, expert_bytes)))
 
 
 def _most_slots(num_slots: int, num_ranks: int) -> int:

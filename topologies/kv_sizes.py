@@ -49,12 +49,16 @@ def shared_groups(groups: Sequence[KVGroup], atp: int) -> tuple[KVGroup, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepLimits:
-    """What bounds a step and a sequence, in tokens: the part of the engine's options that costs bytes."""
+    """What bounds a step and a sequence, in tokens: the part of the engine's options that costs bytes.
+
+    `moves_experts` says that ranks hold experts aside while these move.
+    """
 
     max_num_batched_tokens: int
     max_model_len: int
     max_num_seqs: int
     block_size: int
+    moves_experts: bool = False
 
 
 def sequence_blocks(kind: str, window: int, num_tokens: int, block_size: int) -> int:

@@ -199,6 +199,23 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             )),
         ),
     ),
+    (
+        "Experts that move (--eplb auto)",
+        (
+            Panel("Rounds", "short", (
+                (_rate("moewe_balance_rounds_total", "replica", "outcome"), "{{outcome}} {{replica}}"),
+            )),
+            Panel("Experts moved", "short", (
+                (_rate("moewe_balance_moves_total", "replica"), "{{replica}}"),
+            )),
+            Panel("Time of reading them", "percentunit", (
+                (_rate("moewe_balance_move_seconds_total", "replica"), "{{replica}}"),
+            )),
+            Panel("Step time saved", "s", (
+                (f"moewe_balance_gain_seconds{{{_ONE}}}", "{{kind}} {{replica}}"),
+            )),
+        ),
+    ),
 )  # fmt: skip
 
 ALERTS = (

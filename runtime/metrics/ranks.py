@@ -14,7 +14,7 @@ import numpy as np
 
 from ...moe.wide_ep.balancing import SlotWindow
 from ...telemetry import COMPONENTS, PHASES, SCOPES, RankCounters
-from ..messages import RankStats, Ready, Stats
+from ..messages import BalanceStats, RankStats, Ready, Stats
 from .bound import BOUNDS, GroupSums, RankCeilings, RankSums, Verdict, judge, judge_all
 from .saturation import expert_imbalance, memory_bytes, s_mbu, s_mfu
 from .stats import decode_counters
@@ -219,6 +219,8 @@ class ReplicaMetrics:
             yield "moewe_preemptions_total", (replica,), self.stats.num_preemptions
             for rank, running in enumerate(self.stats.running_per_rank):
                 yield "moewe_rank_requests_running", (replica, str(rank)), running
+            if self.stats.balance is not None:
+                yield from self._balance_samples(self.stats.balance)
         if self.ready is not None:
             for rank, held in enumerate(self.ready.weight_bytes):
                 labels = (replica, str(rank))
@@ -244,6 +246,16 @@ class ReplicaMetrics:
             by_rank, by_slot = expert_imbalance(self._window_expert_tokens())
             yield "moewe_expert_imbalance_ratio", (replica, "rank"), by_rank
             yield "moewe_expert_imbalance_ratio", (replica, "slot"), by_slot
+
+    def _balance_samples(self, balance: BalanceStats) -> Iterator[Sample]:
+        replica = str(self.replica)
+        for outcome, rounds in (("moved", balance.rounds - balance.taken_back), ("taken_back", balance.taken_back)):
+            yield "moewe_balance_rounds_total", (replica, outcome), rounds
+        yield "moewe_balance_rounds_total", (replica, "failed"), balance.failures
+        yield "moewe_balance_moves_total", (replica,), balance.moves
+        yield "moewe_balance_move_seconds_total", (replica,), balance.move_seconds
+        yield "moewe_balance_gain_seconds", (replica, "predicted"), balance.predicted_seconds
+        yield "moewe_balance_gain_seconds", (replica, "realised"), balance.realised_seconds
 
     def _observe_slots(self, now: float) -> None:
         """Put the slots of all ranks side by side, once all have counted."""

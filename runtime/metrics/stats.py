@@ -55,7 +55,12 @@ def rank_stats(
     )
 
 
-def decode_counters(stats: RankStats) -> RankCounters:
+def counters_of(data: bytes) -> RankCounters:
+    """Return what `encode_counters` encoded."""
+    return decode_counters(_DECODER.decode(data))
+
+
+def decode_counters(stats: CounterRecord) -> RankCounters:
     """Return the arrays of `stats` in their shapes (metrics side)."""
     num_slots = len(stats.expert_tokens) // 8 // stats.num_moe_layers if stats.num_moe_layers else 0
     counters = RankCounters(

@@ -12,8 +12,9 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from ..messages import Message, RankCounted, RunStep, StepDone, StopWorker, WorkerFailed
+from ..messages import Message, MovesPrepared, RankCounted, RunStep, StepDone, StopWorker, WorkerFailed
 from ..plan import RankResult, StepPlan, StepResult, result_of_ranks
 from ..worker_main import PEERS_LOST
 from .channel import ChannelClosed
@@ -33,6 +34,22 @@ class RankLost(RuntimeError):
         self.user_error = user_error
 
 
+class RankListener(Protocol):
+    """What is told of counters and moves (runtime/rebalancing/balancer.py)."""
+
+    def counted(self, step: int, counters: Sequence[bytes]) -> None:
+        """All ranks have sent their counters with the result of one step, those of rank r at [r]."""
+        ...
+
+    def prepared(self, message: MovesPrepared) -> None:
+        """A rank has prepared moves, or failed to."""
+        ...
+
+    def close(self) -> None:
+        """The ranks are gone."""
+        ...
+
+
 class Workers:
     """A group of ranks.
 
@@ -45,6 +62,7 @@ class Workers:
     Attributes:
         counters: per rank, the newest counters that came (`stats.encode_counters`); empty before.
         on_result: shown what every rank says of every step, if set.
+        balancer: is told what ranks have counted and prepared; None: nobody is.
     """
 
     def __init__(self, members: Sequence[Member], *, atp: int = 1) -> None:
@@ -52,6 +70,7 @@ class Workers:
         self.atp = atp
         self.counters = [b""] * len(self.members)
         self.on_result: Callable[[int, RankResult], None] | None = None
+        self.balancer: RankListener | None = None
         self._results: list[deque[RankResult]] = [deque() for _ in self.members]
         self._reports: dict[int, WorkerFailed] = {}
         self._steps: deque[int] = deque()
@@ -99,7 +118,10 @@ class Workers:
             if left == 0.0 and not all(self._results):
                 return None
         step = self._steps.popleft()
-        return result_of_ranks(step, [results.popleft() for results in self._results], self.atp)
+        results = [results.popleft() for results in self._results]
+        if self.balancer is not None and all(result.counters for result in results):
+            self.balancer.counted(step, [result.counters for result in results])
+        return result_of_ranks(step, results, self.atp)
 
     # --- messages --------------------------------------------------------------------------------------------------
     def send(self, rank: int, message: Message) -> None:
@@ -136,6 +158,9 @@ class Workers:
                         self.on_result(rank, message.result)
                 elif isinstance(message, RankCounted):
                     self.counters[rank] = message.counters
+                elif isinstance(message, MovesPrepared):
+                    assert self.balancer is not None, "nobody asked for moves"
+                    self.balancer.prepared(message)
                 elif isinstance(message, WorkerFailed):
                     self._reports[rank] = message
                 else:
@@ -193,6 +218,8 @@ class Workers:
         self._close()
 
     def _close(self) -> None:
+        if self.balancer is not None:
+            self.balancer.close()
         if self._wake >= 0:
             os.close(self._wake)
             self._wake = -1

@@ -1,4 +1,4 @@
-"""Ten thousand steps at EP4 over all exchanges: random arrivals and aborts, idle ranks, preemptions, snapshots.
+"""Ten thousand steps at EP4 over all exchanges: random arrivals and aborts, idle ranks, preemptions, snapshots, moves.
 
 Nothing hangs, no block and no memory is lost, and every request that was not aborted has the tokens of one rank; where
 domains add up for themselves, the tokens that it has there in other company. Ranks are threads, kernels native.
@@ -16,6 +16,7 @@ import pytest
 from moewe.runtime.params import SamplingParams
 from tests.support.fixtures import checkpoint, random_prompt
 from tests.support.harness import Group, generate
+from tests.support.moves import random_decision
 from tests.support.native import needs_native
 from tests.support.setups import Setup
 
@@ -23,7 +24,7 @@ pytestmark = [needs_native, pytest.mark.slow, pytest.mark.timeout(480)]
 
 STEPS = 2500
 MOST_GROWTH = 64 << 20  # bytes, after a fifth of the steps: allocators keep what was once used
-TIGHT = Setup(dtype="bfloat16", num_blocks=14, block_size=4, max_num_batched_tokens=24, keep_logits=False)
+TIGHT = Setup(dtype="bfloat16", num_blocks=14, block_size=4, max_num_batched_tokens=24, keep_logits=False, eplb="auto")
 WAYS = {
     "threads": replace(TIGHT, topology="EP4DP1[red=4]"),
     "all_to_all": replace(TIGHT, topology="EP4DP1", exchange="all_to_all", overlap="on"),
@@ -46,7 +47,7 @@ class Traffic:
 
     def __init__(self, group: Group, seed: int) -> None:
         self._group, self._rng = group, np.random.default_rng(seed)
-        self._rate, self._live = 0.2, []
+        self._rate, self._live, self._placement = 0.2, [], group.placement
         self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
 
     def go_on(self) -> None:
@@ -61,6 +62,12 @@ class Traffic:
             self._group.abort(str(rng.choice(self._live)))
         if rng.random() < 0.004:
             self._group.snapshot()
+        self._group.hear(wait=False)
+        if rng.random() < 0.02 and self._group.balancer.is_open:
+            decision = random_decision(self._placement, rng)
+            if decision.moves:
+                self._group.move(decision)
+                self._placement = decision.placement
 
     def _ask(self) -> None:
         rng, number = self._rng, len(self.asked)
@@ -86,6 +93,8 @@ def fuzz(setup: Setup, seed: int) -> list[Asked]:
         assert sizes[1] - sizes[0] < MOST_GROWTH
         outcomes = group.run()
         assert group.num_preemptions > 20
+        stats = group.balancer.stats()
+        assert stats.rounds > 20 and not stats.failures
         idle = sum(0 in step.rows for step in group.steps)
         assert idle > STEPS / 20, "ranks were hardly ever idle"
         assert all(outcome.error is None for outcome in outcomes.values())
@@ -99,7 +108,7 @@ def test_ten_thousand_steps_over_all_exchanges(way: str) -> None:
     setup = WAYS[way]
     asked = fuzz(setup, seed=1)
     assert len(asked) > 100
-    alone = replace(setup, num_blocks=1024, max_num_batched_tokens=512, overlap="off")
+    alone = replace(setup, num_blocks=1024, max_num_batched_tokens=512, overlap="off", eplb="off")
     if way != "hierarchical":  # which adds up inside of domains first
         alone = replace(alone, topology="EP1DP1", exchange="auto")
     run = generate(

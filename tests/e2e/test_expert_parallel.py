@@ -10,12 +10,11 @@ from tests.support.comparison import compare_runs, compare_with_reference
 from tests.support.fixtures import (
     MOE_FIXTURES,
     checkpoint,
-    copy_checkpoint,
     random_prompt,
-    rewrite_tensors,
 )
 from tests.support.harness import Group, generate, greedy
 from tests.support.setups import Setup
+from tests.support.steered import steered
 
 ONE_RANK = Setup()
 TOPOLOGIES = ("EP2DP1", "EP4DP1", "EP2DP2", "EP4DP2")
@@ -25,20 +24,6 @@ SPREAD = [
     for turn, name in enumerate(MOE_FIXTURES)
     for i, topology in enumerate(TOPOLOGIES)
 ]
-
-
-def steered(*experts, **config):
-    """A glm4_moe checkpoint whose selection bias puts `experts` into every token's choice."""
-
-    def change(tensors):
-        for name, tensor in tensors.items():
-            if name.endswith("e_score_correction_bias"):
-                tensor.zero_()
-                tensor[list(experts)] = 100.0
-        return tensors
-
-    folder = checkpoint("T-GLM-demo", n_routed_experts=8, routed_scaling_factor=1.0, **config)
-    return rewrite_tensors(copy_checkpoint(folder), change)
 
 
 def poison_allocator():

@@ -61,7 +61,7 @@ def test_every_topology_equals_transformers_and_one_rank(name: str, num_ranks: i
     assert all(c.unowned_ids == 0 for c in many.counters)
 
 
-def test_ten_experts_over_four_ranks() -> None:
+def test_ten_experts_over_four_ranks() -> None:  # P-LOAD-24
     path = checkpoint("T-QW3", num_experts=10)
     for sequence, logits in zip(sequences(), decode(path, sequences(), num_ranks=4).logits):
         assert_within(logits, reference_logits(path, sequence), LOGITS_AGAINST_REFERENCE)

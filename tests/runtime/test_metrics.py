@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from moewe.runtime.messages import Delta, RankStats, Ready, Stats
+from moewe.runtime.messages import BalanceStats, Delta, RankStats, Ready, Stats
 from moewe.runtime.metrics.bound import BOUNDS
 from moewe.runtime.metrics.export import Histogram, Metrics
 from moewe.runtime.metrics.ranks import WINDOW_S, ReplicaMetrics
@@ -105,6 +105,28 @@ def test_ranks_are_exported_without_layers_or_experts() -> None:
     assert not any(label in ("layer", "expert") for _, labels in values for label, _ in labels)
 
 
+def test_moves_of_experts_are_exported_in_seven_series_a_replica() -> None:
+    metrics = Metrics(version="1", model="m", topology="EP2DP1")
+    metrics.observe_stats(0, stats(4))
+    assert not any("balance" in name for name, _ in scrape(metrics) if not name.startswith("moewe_expert"))
+    balance = BalanceStats(
+        placement=5, slots=b"", moves=30, rounds=5, failures=2, taken_back=1, move_seconds=1.5,
+        predicted_seconds=4.0, realised_seconds=-0.5,
+    )  # fmt: skip
+    metrics.observe_stats(0, msgspec.structs.replace(stats(4), balance=balance))
+    found = {key: value for key, value in scrape(metrics).items() if key[0].startswith("moewe_balance")}
+    replica = ("replica", "0")
+    assert found == {
+        ("moewe_balance_rounds_total", (("outcome", "moved"), replica)): 4,
+        ("moewe_balance_rounds_total", (("outcome", "taken_back"), replica)): 1,
+        ("moewe_balance_rounds_total", (("outcome", "failed"), replica)): 2,
+        ("moewe_balance_moves_total", (replica,)): 30,
+        ("moewe_balance_move_seconds_total", (replica,)): 1.5,
+        ("moewe_balance_gain_seconds", (("kind", "predicted"), replica)): 4.0,
+        ("moewe_balance_gain_seconds", (("kind", "realised"), replica)): -0.5,
+    }
+
+
 def test_ratios_forget_what_is_older_than_two_windows() -> None:
     replica = ReplicaMetrics(0)
     replica.begin(ready(), 0.0)
@@ -152,7 +174,8 @@ def test_everything_exported_is_in_the_table_with_its_labels() -> None:
     metrics = Metrics(version="1", model="m", topology="EP2DP1")
     metrics.set_ready(0, ready())
     with_counter = tuple(msgspec.structs.replace(rank, measured_bytes=1.0) for rank in stats(1).ranks)
-    metrics.observe_stats(0, msgspec.structs.replace(stats(1), ranks=with_counter))
+    balance = BalanceStats(placement=0, slots=b"")
+    metrics.observe_stats(0, msgspec.structs.replace(stats(1), ranks=with_counter, balance=balance))
     metrics.error(503)
     seen = set()
     for family in metrics.collect():

@@ -14,6 +14,7 @@ from moewe.moe.wide_ep.placement import first_placement, linear_placement
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions
 from moewe.runtime.options import engine_config, layout_config
 from moewe.runtime.placements import expert_placement, placement_note
+from moewe.runtime.ranges import moves_experts
 from moewe.runtime.resolve import resolve
 from moewe.runtime.worker_main import build_hub
 from moewe.server.cli_options import without_aliases
@@ -81,9 +82,8 @@ def test_paths_are_made_absolute(file: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("eplb", "complaint"),
     [
-        ("auto", r"eplb='auto' is not allowed; .* not available in this version; use off, or static FILE"),
-        ("static", r"eplb='static' is not allowed; use off, or static FILE"),
-        ("on", r"eplb='on' is not allowed; use off, or static FILE"),
+        ("static", r"eplb='static' is not allowed; use off, auto, or static FILE"),
+        ("on", r"eplb='on' is not allowed; use off, auto, or static FILE"),
         ("static /nowhere.json", r"eplb='static /nowhere.json': load file .* cannot be read"),
     ],
 )
@@ -95,15 +95,28 @@ def test_other_values_are_refused(eplb: str, complaint: str) -> None:
 def test_loads_of_other_models_and_dense_models_are_refused(file: Path) -> None:
     with pytest.raises(ValueError, match=r"eplb='static .*: load file .* has num_(layers|experts)=\d+, but the model"):
         resolve(config(f"static {file}", name="T-DS3"))
-    with pytest.raises(ValueError, match="the model is dense; use off"):
-        resolve(config(f"static {file}", topology="EP1DP1", name="T-LLA"))
+    for eplb in (f"static {file}", "auto"):
+        with pytest.raises(ValueError, match="the model is dense; use off"):
+            resolve(config(eplb, topology="EP1DP1", name="T-LLA"))
 
 
-def test_the_load_itself_is_no_option_and_auto_is_refused_before_a_model_is_looked_for() -> None:
+def test_auto_begins_as_off_and_moves_where_there_are_ranks() -> None:
+    found = resolve(config(" auto "))
+    assert found.config.parallel.eplb == "auto" and moves_experts(found.config)
+    plain = expert_placement(resolve(config("off")).config, found.model)
+    np.testing.assert_array_equal(
+        expert_placement(found.config, found.model).physical_to_logical, plain.physical_to_logical
+    )
+    assert "by the load that comes" in placement_note(found.config, found.model)
+    alone = resolve(config("auto", topology="EP1DP1"))
+    assert not moves_experts(alone.config) and "nothing moves" in placement_note(alone.config, alone.model)
+
+
+def test_the_load_itself_is_no_option_and_values_are_checked_before_a_model_is_looked_for() -> None:
     with pytest.raises(ValueError, match="eplb_load"):
         engine_config({"model": "m", "eplb_load": b"x"})
-    with pytest.raises(ValueError, match="not available in this version"):
-        layout_config({"model": "nowhere", "eplb": "auto"})
+    with pytest.raises(ValueError, match="use off, auto, or static FILE"):
+        layout_config({"model": "nowhere", "eplb": "always"})
 
 
 def test_flags_of_others_point_to_ours() -> None:
@@ -121,6 +134,7 @@ def test_flags_of_others_point_to_ours() -> None:
         (["--eplb", "static", "a.json", "m"], ["--eplb=static a.json", "m"]),
         (["--eplb=static", "a.json"], ["--eplb=static a.json"]),
         (["--eplb", "off", "m"], ["--eplb=off", "m"]),
+        (["--eplb", "auto", "m"], ["--eplb=auto", "m"]),
         (["--eplb", "static", "--threads", "1"], ["--eplb=static", "--threads", "1"]),
         (["m", "--eplb"], ["m", "--eplb"]),
     ],

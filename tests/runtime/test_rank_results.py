@@ -37,6 +37,8 @@ class Worker:
         self.computing, self.may_end = threading.Semaphore(0), threading.Semaphore(0)
         self.fails_at = -1
 
+    moves = None
+
     def load(self) -> Loaded:
         return Loaded(rank=0, num_blocks=1, weight_bytes=1, weight_bytes_read=1, pid=1)
 

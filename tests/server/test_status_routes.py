@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+import numpy as np
+
+from moewe.runtime.messages import BalanceStats
+from moewe.runtime.plan import pack
 from moewe.server.state import Phase
 from tests.support.asking import error_of, fake, get, post
 from tests.support.fake_replicas import make_state
@@ -31,6 +36,23 @@ def test_topology_shows_ranks_slots_and_processes() -> None:
     assert "domain 0: 2 ranks, 4 slots, 4 experts\n" in drawing
     assert "  rank 1  slots 2-3  experts 2 3\n" in drawing and "EP2DP1" in drawing
     assert get(state, "/v1/topology", params={"format": "png"}).status_code == 400
+
+
+def test_topology_shows_where_experts_stand_after_moves() -> None:
+    state = make_state(fake())
+    state.config = msgspec.structs.replace(
+        state.config, parallel=msgspec.structs.replace(state.config.parallel, eplb="auto")
+    )
+    moved = BalanceStats(placement=3, slots=pack(np.array([0, 3, 2, 1])), moves=2, rounds=1, failures=1)
+    fresh = state.latest_stats
+    state.latest_stats = lambda: [msgspec.structs.replace(one, balance=moved) for one in fresh()]
+    view = get(state, "/v1/topology").json()
+    assert view["eplb"] == "auto" and view["expert_ranks"] == [0, 1, 1, 0]
+    replica = view["replicas"][0]
+    assert (replica["placement"], replica["moves"], replica["failed_rounds"]) == (3, 2, 1)
+    assert [rank["experts"] for rank in replica["ranks"]] == [[0, 3], [2, 1]]
+    drawing = get(state, "/v1/topology", params={"format": "text"}).text
+    assert "  rank 1  slots 2-3  experts 2 1\n" in drawing or "  rank 1  slots 2-3  experts 1 2\n" in drawing
 
 
 def test_phases_of_health_and_readiness() -> None:

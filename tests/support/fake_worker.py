@@ -65,6 +65,8 @@ class Trouble:
 
 
 class FakeWorker:
+    moves = None
+
     def __init__(self, start: WorkerStart, progress: RankProgress, trouble: Trouble) -> None:
         self._start, self._progress, self._trouble = start, progress, trouble
         self._counters = RankCounters(2, 4)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,15 @@ import numpy as np
 import torch
 
 from moewe.models.families import load_config
-from moewe.moe.wide_ep.balancing import logical_load
+from moewe.moe.wide_ep.balancing import Decision, LayerTime, Planner, logical_load
+from moewe.moe.wide_ep.balancing.load_steps import LEAST_TOKENS
 from moewe.moe.wide_ep.exchanges import Exchange, LocalExchange, ThreadHub, join_all_over_links
 from moewe.runtime.attention_ranks import GroupHub
+from moewe.runtime.messages import DropMoves, Message, PrepareMoves
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.placements import expert_placement
 from moewe.runtime.plan import PromptLogprobs, StepPlan, TokenLogprobs, result_of_ranks
+from moewe.runtime.rebalancing.balancer import Balancer
 from moewe.runtime.scheduler import Request, Scheduler, SequenceUpdate
 from moewe.runtime.worker import Worker
 from moewe.runtime.worker_main import group_shape
@@ -30,6 +34,20 @@ from moewe.topologies import parse_topology
 from moewe.topologies.exchange_choice import exchanges_to_join
 from tests.support.rank_threads import RankThread, results_of
 from tests.support.setups import Setup
+
+
+class Inline(Executor):
+    """Runs what is submitted at once."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def never_pays(rows: np.ndarray) -> float:
+    """A layer that takes no time, so that nothing moves unless a test moves it."""
+    return 0.0
 
 
 @dataclass(kw_only=True)
@@ -75,7 +93,9 @@ class Group:
         steps: a record of every step.
     """
 
-    def __init__(self, checkpoint: Path, setup: Setup) -> None:
+    def __init__(
+        self, checkpoint: Path, setup: Setup, *, layer_time: LayerTime | None = None, least_tokens: int = LEAST_TOKENS
+    ) -> None:
         self.setup = setup
         topology = parse_topology(setup.topology)
         self.model = load_config(checkpoint)
@@ -118,6 +138,12 @@ class Group:
         self._owner: dict[int, str] = {}  # sequence id -> request id
         self._in_flight: list[StepPlan] = []
         self._expert_rows = np.zeros((self.num_ranks, len(self.model.moe_layers)), np.int64)
+        self.balancer: Balancer | None = None
+        if setup.eplb == "auto":
+            planner = Planner(start=placement, layer_time=layer_time or never_pays)
+            self.balancer = Balancer(
+                self, planner, top_k=self.top_k, expert_bytes=1, least_tokens=least_tokens, decider=Inline()
+            )
         self._lock = threading.Lock()
 
     def __enter__(self) -> Group:
@@ -126,6 +152,9 @@ class Group:
     def __exit__(self, *_: object) -> None:
         for rank in self.ranks:
             rank.close()
+        for worker in self.workers:
+            if worker.moves is not None:
+                worker.moves.close()
 
     def submit(self, request_id: str, prompt: Sequence[int], params: SamplingParams, *, seed: int = 0) -> Outcome:
         """Queue a request; its outcome fills up while steps run."""
@@ -174,6 +203,26 @@ class Group:
             self._collect()
         self._submit(self.scheduler.snapshot())
 
+    def move(self, decision: Decision) -> None:
+        """Have experts moved; it comes into force two steps after all ranks are ready for it."""
+        assert self.balancer is not None, "eplb auto"
+        self.balancer.begin(decision)
+
+    def hear(self, *, wait: bool = True) -> None:
+        """Pass on what ranks have prepared; those that still do are waited for, unless told otherwise."""
+        for worker in self.workers:
+            assert worker.moves is not None and self.balancer is not None
+            if wait:
+                assert worker.moves.wait(60), "a rank prepares forever"
+            if (report := worker.moves.take_report()) is not None:
+                self.balancer.prepared(report)
+
+    def send(self, rank: int, message: Message) -> None:
+        """Let a rank obey the balancer, before the next step that is planned."""
+        moves = self.workers[rank].moves
+        assert moves is not None and isinstance(message, PrepareMoves | DropMoves)
+        moves.obey(message)
+
     def check_participation(self) -> None:
         """Raise AssertionError unless every rank took part in every step."""
         counts = {tuple(worker.counters.steps.tolist()) for worker in self.workers}
@@ -186,7 +235,7 @@ class Group:
         return self.scheduler.num_preemptions
 
     def rows_per_expert(self) -> np.ndarray:
-        """Return the rows that reached each expert in each MoE layer, [L_moe, E], replicas together."""
+        """Return the rows that reached each expert in each MoE layer, [L_moe, E], replicas together; none has moved."""
         slots = np.concatenate([worker.counters.expert_tokens for worker in self.workers], axis=1)
         return logical_load(slots, self.placement.physical_to_logical, self.placement.num_experts)
 
@@ -197,6 +246,8 @@ class Group:
         return results_of(self.ranks)
 
     def _submit(self, plan: StepPlan) -> None:
+        if self.balancer is not None:
+            plan = self.balancer.mark(plan)
         for request_id, request in self._requests.items():
             if request.sequence_id >= 0:
                 self._owner[request.sequence_id] = request_id
@@ -208,6 +259,8 @@ class Group:
         plan = self._in_flight.pop(0)
         outcomes = results_of(self.ranks)
         results = tuple(result for result, _ in outcomes)
+        if self.balancer is not None and all(result.counters for result in results):
+            self.balancer.counted(plan.header.step, [result.counters for result in results])
         expert_rows = np.stack([rows for _, rows in outcomes])
         record = StepRecord(
             kind=plan.header.kind,

@@ -36,6 +36,7 @@ class Setup:
         keep_logits: record the logits of every row.
         eos_token_ids: end tokens; None takes the model's.
         exchange, exchange_payload, overlap: as the options.
+        eplb: as the option; with `auto` a `Group` can `move` experts.
         eplb_load: by which experts are placed, [MoE layers, experts] i64 as bytes; empty places them evenly.
     """
 
@@ -58,6 +59,7 @@ class Setup:
     exchange: str = "auto"
     exchange_payload: str = "auto"
     overlap: str = "auto"
+    eplb: str = "off"
     eplb_load: bytes = b""
 
     def engine_config(self, checkpoint: Path) -> EngineConfig:
@@ -78,6 +80,7 @@ class Setup:
                 exchange=self.exchange,
                 exchange_payload=self.exchange_payload,
                 overlap=self.overlap,
+                eplb=self.eplb,
                 eplb_load=self.eplb_load,
             ),
             cache=CacheOptions(

@@ -20,6 +20,7 @@ from moewe.topologies import (
     format_bytes,
     parse_topology,
 )
+from moewe.topologies.budget import most_moves
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -189,6 +190,17 @@ def test_ranks_that_divide_heads_hold_a_part_of_attention_and_run_the_same_rows(
     assert exchange == [2 * row * (adp * received + received // (4 // adp)) + joined[adp] for adp in (4, 2, 1)]
     assert [each.max_concurrency(4096) for each in (apart, halves, fourths)] == [256, 128, 64]
     assert budget("EP4DP1[atp=2]").of_kind("weights") == apart.of_kind("weights") - 20 * MIB, "equal parts"
+
+
+def test_experts_on_their_way_are_held_aside() -> None:
+    assert [most_moves(size) for size in (1, 32 * MIB, 64 * MIB, 100 * MIB, 1 << 40)] == [8, 8, 4, 2, 2]
+
+    def aside(topology: str, model: ModelFootprint) -> list[int]:
+        lines = budget(topology, model, moves_experts=True).lines
+        return [line.num_bytes for line in lines if "on their way" in line.name]
+
+    assert aside("EP4DP1", MODEL) == [most_moves(MODEL.expert_bytes) * MODEL.expert_bytes]
+    assert aside("EP1DP1", MODEL) == aside("EP1DP1", DENSE) == []
 
 
 def test_format_bytes() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..placement.record import ExpertPlacement
 from .expected import expected_slot_rows
-from .load_steps import LoadSteps
+from .load_steps import LoadSteps, total_steps
 from .policy import Decision, LayerTime, Move, PolicyOptions, choose_moves
 
 # Windows that have to agree before anything moves.
@@ -33,6 +33,7 @@ class Ledger:
         off_s: what the layers of all windows would have taken without a move.
         now_s: what they took as experts stood.
         last_s: what moves have saved in the newest window; negative where they did harm.
+        predicted_s: what decisions in force promised for the steps of all windows since.
         spent_s: of transfers.
         busy_s: what steps really took, layers and everything else.
     """
@@ -40,6 +41,7 @@ class Ledger:
     off_s: float = 0.0
     now_s: float = 0.0
     last_s: float = 0.0
+    predicted_s: float = 0.0
     spent_s: float = 0.0
     busy_s: float = 0.0
 
@@ -61,11 +63,12 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True)
 class _Before:
-    """What stood before a decision, in the layers that it changed."""
+    """What stood before a decision, in the layers that it changed, and what it promised."""
 
     layers: tuple[int, ...]
     slots: np.ndarray
     load: np.ndarray
+    saved_s: float
 
 
 @dataclass(kw_only=True)
@@ -89,6 +92,7 @@ class Planner:
     _before: deque[_Before] = field(default_factory=lambda: deque(maxlen=_MOST_REMEMBERED), init=False)
     _turn: int = field(default=0, init=False)
     _patience: int = field(default=WINDOWS, init=False)  # windows to wait after the next decision that is taken back
+    _promised_s: float = field(default=0.0, init=False)  # of a step, by decisions in force
     _quiet: int = field(default=0, init=False)  # windows still to wait
 
     def __post_init__(self) -> None:
@@ -101,6 +105,7 @@ class Planner:
         ledger = self.ledger
         ledger.off_s, ledger.now_s, ledger.last_s = ledger.off_s + off_s, ledger.now_s + now_s, off_s - now_s
         ledger.busy_s += busy_s
+        ledger.predicted_s += self._promised_s * total_steps(window)
         self._windows.append(window)
         self._quiet = max(0, self._quiet - 1)
         if ledger.last_s > 0 and ledger.realised_s > 0:
@@ -135,12 +140,14 @@ class Planner:
         """Book that `decision` is in force, after transfers of `seconds`."""
         if decision.takes_back:
             for _ in range(decision.takes_back):
-                self._before.pop()
+                self._promised_s -= self._before.pop().saved_s
             self._quiet, self._patience = self._patience, 2 * self._patience
         else:
             layers, now = tuple(sorted({move.layer for move in decision.moves})), self.placement
             load = np.zeros((len(layers), now.num_experts)) if now.load is None else now.load[list(layers)]
-            self._before.append(_Before(layers=layers, slots=now.physical_to_logical[list(layers)], load=load))
+            slots = now.physical_to_logical[list(layers)]
+            self._before.append(_Before(layers=layers, slots=slots, load=load, saved_s=decision.saved_s))
+            self._promised_s += decision.saved_s
         self.placement = decision.placement
         self.ledger.spent_s += seconds
 

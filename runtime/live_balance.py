@@ -1,0 +1,65 @@
+"""What live balancing of one group is made of: its model of step time, its placement at the start, its rounds.
+
+Not the rounds (runtime/rebalancing/) and not the decisions (moe/wide_ep/balancing/). Imported where experts move only:
+with it comes the model's config. Units: bytes, bytes/s.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ..models.families import load_config
+from ..models.footprint import model_footprint
+from ..moe.wide_ep.balancing import Planner
+from ..moe.wide_ep.balancing.load_steps import LEAST_TOKENS
+from ..quant import parse_format, weight_scheme
+from ..topologies.choice import GPU_CEILINGS, HOST_CEILINGS
+from ..topologies.cost import Ceilings, ExpertSize, expert_layer_seconds
+from .config import EngineConfig
+from .messages import Ready
+from .placements import expert_placement
+from .processes.workers import Workers
+from .rebalancing.balancer import Balancer
+
+# Tests set this: tokens of a window, so that few requests fill one.
+WINDOW_VARIABLE = "MOEWE_BALANCE_TOKENS"
+
+
+def live_balancer(config: EngineConfig, ready: Ready, workers: Workers) -> Balancer:
+    """Return what moves experts of the group of `workers` from now on; `ready` tells how fast its memory is."""
+    model = load_config(Path(config.model.path))
+    assert model.moe is not None, "a dense model has no experts to move"
+    scheme = weight_scheme(config.model.quantization) if config.model.quantization else None
+    footprint = model_footprint(model, name=config.model.model, dtype=parse_format(config.model.dtype), scheme=scheme)
+    placement = expert_placement(config, model)
+    size = ExpertSize(
+        expert_bytes=footprint.expert_bytes,
+        row_bytes=footprint.hidden_size * footprint.activation_itemsize,
+        flops=6.0 * model.hidden_size * model.moe.expert_width,
+    )
+    layer_time = expert_layer_seconds(
+        size, _ceilings(config, ready), placement.slot_ranges, placement.rank_domain.tolist()
+    )
+    balancer = Balancer(
+        workers,
+        Planner(start=placement, layer_time=layer_time),
+        top_k=model.moe.routing.top_k,
+        expert_bytes=footprint.expert_bytes,
+        least_tokens=int(os.environ.get(WINDOW_VARIABLE, LEAST_TOKENS)),
+    )
+    workers.balancer = balancer
+    return balancer
+
+
+def _ceilings(config: EngineConfig, ready: Ready) -> Ceilings:
+    """Return what a rank can do: as measured at the start; what nobody measured, as it is assumed."""
+    num_ranks, on_cpu = len(ready.memory_bandwidth), config.parallel.device == "cpu"
+    known = HOST_CEILINGS if on_cpu else GPU_CEILINGS
+    rates = [rank["bfloat16"] for rank in ready.matrix_rates if "bfloat16" in rank]
+    return Ceilings(
+        memory_bandwidth=sum(ready.memory_bandwidth) / num_ranks,
+        flops=sum(rates) / len(rates) if rates else known.flops / (num_ranks if on_cpu else 1),
+        within=known.within,
+        between=known.between,
+    )
