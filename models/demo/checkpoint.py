@@ -23,7 +23,7 @@ from .model_files import MODEL_CARD, config_json, generation_config_json, tokeni
 from .progress import OnProgress, shown_progress
 from .weights import CARVING_FILE, demo_shapes, demo_tensors, load_carving, write_safetensors
 
-BUILD_FORMAT = 1  # raise it when the same wheel and carving should give other files
+BUILD_FORMAT = 2  # raise it when the same wheel and carving should give other files
 MARKER = "moewe-demo.json"
 WEIGHTS = "model.safetensors"
 

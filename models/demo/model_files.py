@@ -76,8 +76,18 @@ def config_json(source: DenseSource) -> dict[str, Any]:
 
 
 def generation_config_json() -> dict[str, Any]:
-    """generation_config.json: an answer ends with the turn or with the document."""
-    return {"bos_token_id": BOS, "eos_token_id": [TURN_END, DOCUMENT_END], "pad_token_id": TURN_END}
+    """generation_config.json: an answer ends with the turn or with the document.
+
+    Temperature and top_p are those that the makers of SmolLM2 recommend: a model so small wanders at 1.
+    """
+    return {
+        "bos_token_id": BOS,
+        "eos_token_id": [TURN_END, DOCUMENT_END],
+        "pad_token_id": TURN_END,
+        "do_sample": True,
+        "temperature": 0.2,
+        "top_p": 0.9,
+    }
 
 
 def tokenizer_json(source: DenseSource) -> dict[str, Any]:
