@@ -100,7 +100,7 @@ STORED = [
     pytest.param("float32", "EP1DP1", id="torch"),
     pytest.param("bfloat16", "EP1DP1", id="packed", marks=needs_native),
     pytest.param("bfloat16", "EP2DP1", id="packed-EP2", marks=[needs_native, pytest.mark.slow]),
-    pytest.param("float32", TWICE, id="torch-atp", marks=pytest.mark.slow),
+    pytest.param("float32", "EP4DP1", id="torch-EP4", marks=pytest.mark.slow),
 ]
 
 
