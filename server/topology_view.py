@@ -6,6 +6,7 @@ Units: bytes, KV blocks; ranks are numbered over all replicas in the drawing, wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,15 @@ from ..runtime.ranges import moves_experts
 from ..topologies import RankGrid, parse_topology, placement_summary
 from .state import ServerState
 
+HOTTEST = 5  # experts that the map names
+
 
 def topology_map(state: ServerState) -> dict[str, Any]:
     """Return the map.
 
     `expert_ranks[e]` is the rank that holds routed expert e (the first of several); `expert_replicas` names the ranks
     of each expert that stands on several. Experts are those of the first MoE layer, of replica 0 where they move; each
-    replica shows its own beside its ranks.
+    replica shows its own beside its ranks. `hottest_experts` are of all MoE layers, in the last one to two minutes.
     """
     topology = parse_topology(state.config.parallel.topology)
     model = state.model_config
@@ -38,6 +41,7 @@ def topology_map(state: ServerState) -> dict[str, Any]:
         for replica, placement in enumerate(placements)
     ]
     holders = _holders(placements[0])
+    hottest = hottest_experts(*_loads(state, placements)) if num_experts else []
     return {
         "topology": topology.long(),
         "ep": topology.ep,
@@ -51,6 +55,7 @@ def topology_map(state: ServerState) -> dict[str, Any]:
         "num_experts": num_experts,
         "expert_ranks": [held_by[0] for held_by in holders],
         "expert_replicas": {str(expert): held_by for expert, held_by in enumerate(holders) if len(held_by) > 1},
+        "hottest_experts": hottest,
         "num_moe_layers": len(model.moe_layers),
         "device": state.config.parallel.device,
         "phase": state.phase.value,
@@ -104,11 +109,56 @@ def _placement(state: ServerState, replica: int) -> ExpertPlacement:
     """Where the experts of a replica stand in the first MoE layer now; other layers are shown as they began."""
     start = expert_placement(state.config, state.model_config)
     balance = state.stats[replica].balance if replica < len(state.stats) else None
-    if balance is None or not balance.placement:
+    if balance is None or not _has_moved(state, replica):
         return start
     slots = start.physical_to_logical.copy()
     slots[0] = unpack(balance.slots)
     return placement_of(slots, start.num_experts, start.slot_ranges, domains=start.domains)
+
+
+def hottest_experts(loads: np.ndarray, layers: int, count: int = HOTTEST) -> list[dict[str, Any]]:
+    """Return the experts with the most tokens of their layer, as multiples of the mean expert there, hottest first.
+
+    Args:
+        loads: [L, E] tokens of each expert.
+        layers: how many of the layers, from the first on, `loads` can be trusted for.
+        count: of experts.
+    """
+    loads = loads[:layers]
+    means = loads.mean(axis=1, keepdims=True) if loads.size else loads
+    times = np.divide(loads, means, out=np.zeros(loads.shape), where=means > 0)
+    order = np.argsort(-times, axis=None, kind="stable")[:count]
+    places = zip(*np.unravel_index(order, times.shape), strict=True)
+    return [
+        {"layer": int(layer), "expert": int(expert), "times_mean": round(float(times[layer, expert]), 2)}
+        for layer, expert in places
+        if times[layer, expert] > 0
+    ]
+
+
+def _loads(state: ServerState, placements: Sequence[ExpertPlacement]) -> tuple[np.ndarray, int]:
+    """Return the tokens of each expert in the last while, of all replicas, and for how many layers they are known.
+
+    Slots are counted. Which expert stands in one is known of all layers only where none has moved.
+    """
+    loads = np.zeros((placements[0].num_layers, placements[0].num_experts))
+    layers = placements[0].num_layers
+    for replica, placement in enumerate(placements):
+        metrics = state.metrics.replicas.get(replica)
+        tokens = metrics.slots.tokens() if metrics is not None else np.zeros((0, 0))
+        slots = placement.physical_to_logical
+        if tokens.shape != slots.shape:
+            continue  # nothing has run yet
+        if _has_moved(state, replica):
+            layers = 1
+        layer, slot = np.nonzero(slots >= 0)
+        np.add.at(loads, (layer, slots[layer, slot]), tokens[layer, slot])
+    return loads, layers
+
+
+def _has_moved(state: ServerState, replica: int) -> bool:
+    balance = state.stats[replica].balance if replica < len(state.stats) else None
+    return balance is not None and balance.placement > 0
 
 
 def _holders(placement: ExpertPlacement) -> list[list[int]]:

@@ -6,8 +6,10 @@ import msgspec
 import numpy as np
 
 from moewe.runtime.messages import BalanceStats
+from moewe.runtime.metrics.ranks import ReplicaMetrics
 from moewe.runtime.plan import pack
 from moewe.server.state import Phase
+from moewe.server.topology_view import HOTTEST, hottest_experts
 from tests.support.asking import error_of, fake, get, post
 from tests.support.fake_replicas import make_state
 
@@ -53,6 +55,25 @@ def test_topology_shows_where_experts_stand_after_moves() -> None:
     assert [rank["experts"] for rank in replica["ranks"]] == [[0, 3], [2, 1]]
     drawing = get(state, "/v1/topology", params={"format": "text"}).text
     assert "  rank 1  slots 2-3  experts 2 1\n" in drawing or "  rank 1  slots 2-3  experts 1 2\n" in drawing
+
+
+def test_topology_names_the_hottest_experts() -> None:
+    state = make_state(fake())
+    assert get(state, "/v1/topology").json()["hottest_experts"] == []
+    metrics = state.metrics.replicas.setdefault(0, ReplicaMetrics(0))
+    layers = len(state.model_config.moe_layers)
+    tokens = np.ones((layers, 4), np.int64)
+    tokens[0], tokens[-1] = (0, 0, 8, 0), (1, 1, 1, 5)
+    metrics.slots.observe(1.0, {"decode": tokens})
+    state.refresh = lambda: None  # what fakes counted is nothing, which would begin the window anew
+    hottest = get(state, "/v1/topology").json()["hottest_experts"]
+    expected = [{"layer": 0, "expert": 2, "times_mean": 4.0}, {"layer": layers - 1, "expert": 3, "times_mean": 2.5}]
+    assert hottest[:2] == (expected if layers > 1 else expected[1:] + hottest[1:2])
+    assert len(hottest_experts(np.ones((2, 8)), 2)) == HOTTEST
+    assert hottest_experts(np.array([[1, 3], [9, 0]]), 1) == [
+        {"layer": 0, "expert": 1, "times_mean": 1.5}, {"layer": 0, "expert": 0, "times_mean": 0.5},
+    ]  # fmt: skip
+    assert hottest_experts(np.zeros((2, 0)), 2) == hottest_experts(np.zeros((0, 4)), 0) == []
 
 
 def test_phases_of_health_and_readiness() -> None:
