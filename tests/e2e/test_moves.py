@@ -68,7 +68,9 @@ def test_moves_change_no_bit(topology: str, changes: dict[str, int]) -> None:
     assert bits(outcomes) == bits(expected.outcomes)
 
 
-@pytest.mark.parametrize("name", ["T-QW3", "T-GOS", "T-DS3"])
+@pytest.mark.parametrize(
+    "name", ["T-QW3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("T-GOS", "T-DS3"))]
+)
 def test_moves_of_unpacked_experts_keep_the_logits(name: str) -> None:
     """In fp32 torch multiplies, biases included; products of other rows differ in the last bits."""
     path = checkpoint(name)
