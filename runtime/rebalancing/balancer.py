@@ -1,7 +1,7 @@
 """Rounds of moves over all ranks of a group: from counters of steps to a placement that holds from one step on.
 
 Not which experts move (moe/wide_ep/balancing/) and not the weights (rank_moves.py). It lives beside the engine: it
-marks plans, hears what ranks have counted and prepared, and decides in a thread. All methods are called on one thread.
+marks plans, hears what ranks have counted and prepared, and has the planner think in a thread, which alone touches it.
 Units: seconds, bytes. L MoE layers, E experts, W ranks.
 """
 
@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import msgspec
 import numpy as np
 
-from ...moe.wide_ep.balancing import Decision, LoadCollector, LoadSteps, Planner, PolicyOptions, total_steps
+from ...moe.wide_ep.balancing import Decision, LoadCollector, Planner, PolicyOptions, total_steps
 from ...telemetry import PHASES
 from ...topologies.budget import most_moves
 from ..messages import BalanceStats, DropMoves, Message, MovesPrepared, PrepareMoves
@@ -99,9 +100,9 @@ class Balancer:
         self._retry_s = RETRY_S
         self._busy_s = 0.0
         self._step_s = 0.0  # of a step in the newest window
-        self._waiting: list[tuple[LoadSteps, float]] = []  # windows that came while it was decided
+        self._news: list[Callable[[], None]] = []  # what the planner has still to be told, by the thread that it is on
         self._deciding: Future[Decision | None] | None = None
-        self._deciding_since = 0.0
+        self._deciding_since: float | None = None  # None: it is only told news
         self._round: _Round | None = None
         self._placement = self._prepared = 0
         self._shown = planner.placement
@@ -169,13 +170,11 @@ class Balancer:
         if window is None:
             return
         busy_s = max(float(rank.busy_seconds.sum()) for rank in ranks)
-        self._waiting.append((window, busy_s - self._busy_s))
+        self._news.append(partial(self._planner.add, window, busy_s - self._busy_s))
         self._step_s, self._busy_s = (busy_s - self._busy_s) / total_steps(window), busy_s
         self._look_at_decision()
         if self._deciding is None:
-            self._book()
-            if self._round is None and self._clock() >= self._next_decision:
-                self._decide()
+            self._go_on()
 
     def prepared(self, message: MovesPrepared) -> None:
         """Take the report of a rank; where one could not, nobody switches."""
@@ -225,7 +224,7 @@ class Balancer:
     def _come_into_force(self, current: _Round) -> None:
         """Book a round whose placement has been counted in."""
         decision, self._round = current.decision, None
-        self._planner.carry_out(decision, current.seconds)
+        self._news.append(partial(self._planner.carry_out, decision, current.seconds))
         self._collector.place(decision.placement)
         self._rounds += 1
         self._moves += len(decision.moves)
@@ -236,19 +235,19 @@ class Balancer:
             else f", to save {decision.saved_s * 1e3:.3f} ms of a step of {self._step_s * 1e3:.1f} ms",
         )  # fmt: skip
 
-    def _book(self) -> None:
-        for window, busy_s in self._waiting:
-            self._planner.add(window, busy_s)
-        self._waiting.clear()
-
-    def _decide(self) -> None:
-        options = PolicyOptions(
-            transfer_s=self._transfer_s,
-            horizon_steps=max(1, round(HORIZON_S / max(self._step_s, 1e-6))),
-            max_moves=self._max_moves,
-        )
-        self._deciding_since = self._clock()
-        self._deciding = self._decider.submit(self._planner.decide, options)
+    def _go_on(self) -> None:
+        """Have the planner told what is new, and asked for a decision where one may be made now."""
+        options: PolicyOptions | None = None
+        self._deciding_since = None
+        if self._round is None and self._clock() >= self._next_decision:
+            self._deciding_since = self._clock()
+            options = PolicyOptions(
+                transfer_s=self._transfer_s,
+                horizon_steps=max(1, round(HORIZON_S / max(self._step_s, 1e-6))),
+                max_moves=self._max_moves,
+            )
+        news, self._news = self._news, []
+        self._deciding = self._decider.submit(_tell_and_ask, self._planner, news, options)
 
     def _look_at_decision(self) -> None:
         """Begin a round where a decision has been made; the next one has to wait for its share of the time."""
@@ -256,7 +255,8 @@ class Balancer:
             return
         made, self._deciding = self._deciding, None
         now = self._clock()
-        self._next_decision = now + (now - self._deciding_since) / DECIDE_SHARE
+        if self._deciding_since is not None:
+            self._next_decision = now + (now - self._deciding_since) / DECIDE_SHARE
         if (problem := made.exception()) is not None:
             log.error("no experts are moved: deciding failed", exc_info=problem)
             self._fail()
@@ -268,3 +268,12 @@ class Balancer:
     def _most_of_a_rank(self, decision: Decision) -> int:
         owner = decision.placement.slot_rank[[move.slot for move in decision.moves]]
         return int(np.bincount(owner).max(initial=0))
+
+
+def _tell_and_ask(
+    planner: Planner, news: Sequence[Callable[[], None]], options: PolicyOptions | None
+) -> Decision | None:
+    """Tell the planner what is new, in order, and ask it for a decision (None: do not ask)."""
+    for tell in news:
+        tell()
+    return planner.decide(options) if options is not None else None
