@@ -48,6 +48,8 @@ class Traffic:
     def __init__(self, group: Group, seed: int) -> None:
         self._group, self._rng = group, np.random.default_rng(seed)
         self._rate, self._live, self._placement = 0.2, [], group.placement
+        # Where domains add up for themselves, another domain for an expert is another order of sums.
+        self._keeps_domains = "domains" in group.setup.topology
         self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
 
     def go_on(self) -> None:
@@ -64,7 +66,7 @@ class Traffic:
             self._group.snapshot()
         self._group.hear(wait=False)
         if rng.random() < 0.02 and self._group.balancer.is_open:
-            decision = random_decision(self._placement, rng)
+            decision = random_decision(self._placement, rng, within_domains=self._keeps_domains)
             if decision.moves:
                 self._group.move(decision)
                 self._placement = decision.placement

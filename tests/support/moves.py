@@ -11,11 +11,16 @@ from moewe.moe.wide_ep.balancing import Decision, Move
 from moewe.moe.wide_ep.placement import ExpertPlacement
 
 
-def random_decision(placement: ExpertPlacement, rng: np.random.Generator, *, most: int = 6) -> Decision:
-    """Return some swaps of slots, and replicas that others replace; every expert keeps a slot."""
+def random_decision(
+    placement: ExpertPlacement, rng: np.random.Generator, *, most: int = 6, within_domains: bool = False
+) -> Decision:
+    """Return some swaps of slots, and replicas that others replace; every expert keeps a slot, or even its domain."""
     slots = placement.physical_to_logical.copy()
     for _ in range(int(rng.integers(1, most))):
         layer, (a, b) = int(rng.integers(len(slots))), rng.choice(slots.shape[1], 2, replace=False).tolist()
+        domain = placement.rank_domain[placement.slot_rank]
+        if within_domains and domain[a] != domain[b]:
+            continue
         if rng.random() < 0.5 and (slots[layer] == slots[layer, b]).sum() > 1:
             slots[layer, b] = slots[layer, a]
         else:
