@@ -48,7 +48,8 @@ def expert_placement(config: EngineConfig, model: ModelConfig) -> ExpertPlacemen
     """Return where experts stand when a resolved `config` starts: by the load in it, else as `first_placement`."""
     num_experts = model.moe.routing.num_experts if model.moe is not None else 0
     parallel = config.parallel
-    return _placement(parallel.topology, len(model.moe_layers), num_experts, parallel.eplb_load)
+    groups = max(1, model.moe.routing.num_groups) if model.moe is not None else 1
+    return _placement(parallel.topology, len(model.moe_layers), num_experts, groups, parallel.eplb_load)
 
 
 def placement_note(config: EngineConfig, model: ModelConfig) -> str:
@@ -70,10 +71,10 @@ def placement_note(config: EngineConfig, model: ModelConfig) -> str:
 
 
 @lru_cache(maxsize=8)
-def _placement(topology_text: str, num_layers: int, num_experts: int, load: bytes) -> ExpertPlacement:
+def _placement(topology_text: str, num_layers: int, num_experts: int, num_groups: int, load: bytes) -> ExpertPlacement:
     topology = parse_topology(topology_text)
     domains = RankGrid(topology, topology.num_ranks).domains()
     if not load:
         return first_placement(num_layers, num_experts, num_redundant=topology.red, domains=domains)
     table = np.reshape(unpack(load, "<i8"), (num_layers, num_experts))
-    return balanced_placement(table, num_redundant=topology.red, domains=domains)
+    return balanced_placement(table, num_redundant=topology.red, domains=domains, num_groups=num_groups)

@@ -51,7 +51,6 @@ class Machine:
         domain_size: devices whose links are fast: an NVLink domain, a host.
         ceilings: of one device; with `is_shared` memory and arithmetic are those of the host.
         is_shared: ranks divide one memory, its ceiling and the cores among them (CPU), so fewer of them may use it all.
-        is_measured: the ceilings were measured on this machine.
         unit: what a device is called, e.g. `GPU`.
     """
 
@@ -60,7 +59,6 @@ class Machine:
     domain_size: int
     ceilings: Ceilings
     is_shared: bool = False
-    is_measured: bool = False
     unit: str = "device"
 
     def __post_init__(self) -> None:
@@ -226,10 +224,9 @@ def _speed(best: _Candidate, others: list[_Candidate], machine: Machine) -> str:
         why += f" and spend {share:.0%} of it in exchanges ({own_share:.0%} here)"
     shared = "ranks of one host share its memory and cores; " if machine.is_shared else ""
     speed = theirs.tokens_per_second / ours.tokens_per_second
-    basis = "measured" if machine.is_measured else "assumed"
     return (
         f"--topology auto: {shared}{why}, for {speed:.2f} times the tokens per second "
-        f"({ours.rows:g} rows, {basis} ceilings)"
+        f"({ours.rows:g} rows, assumed ceilings)"
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -136,17 +137,26 @@ def test_every_way_to_run_gives_the_same_bits(name: str, kv_cache_dtype: str) ->
     ranks=st.sampled_from([1, 2, 4]),
     chunk=st.integers(1, 40),
     block_size=st.sampled_from([4, 16, 32]),
+    is_little=st.booleans(),
     num_threads=st.sampled_from([1, 2]),
     name_and_kv=st.sampled_from(
         [("T-QW3", "auto"), ("T-QW3", "fp8"), ("T-QW3", "int8"), ("T-QW3 int8", "auto"), ("T-QW3 int4", "int8")]
     ),
 )
 def test_any_company_gives_the_same_bits(
-    chosen: list[int], ranks: int, chunk: int, block_size: int, num_threads: int, name_and_kv: tuple[str, str]
+    chosen: list[int],
+    ranks: int,
+    chunk: int,
+    block_size: int,
+    is_little: bool,
+    num_threads: int,
+    name_and_kv: tuple[str, str],
 ) -> None:
     name, kv_cache_dtype = name_and_kv
     expected = alone(name, kv_cache_dtype)
-    setup = {"topology": f"EP{ranks}DP1", "max_chunk_tokens": chunk, "block_size": block_size}
+    setup: dict[str, Any] = {"topology": f"EP{ranks}DP1", "max_chunk_tokens": chunk, "block_size": block_size}
+    if is_little:  # some requests are put back and begin again
+        setup |= WAYS["little memory"]
     outcomes = run(name, chosen, num_threads, kv_cache_dtype=kv_cache_dtype, **setup)
     for i, outcome in zip(chosen, outcomes, strict=True):
         assert_bitwise(outcome, expected[i])
@@ -154,18 +164,29 @@ def test_any_company_gives_the_same_bits(
 
 @pytest.mark.slow
 @pytest.mark.spawn
-@pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("name", ["T-QW3", "T-DS3"])
-def test_processes_over_shared_memory_give_the_bits_of_one_rank(name: str, quantization: str | None) -> None:
+@pytest.mark.parametrize(
+    ("name", "quantization", "kv_cache_dtype"),
+    [
+        *(("T-QW3", *formats) for formats in ((None, "auto"), ("int8", "auto"), ("int4", "int8"), (None, "fp8"))),
+        *(("T-DS3", *formats) for formats in ((None, "auto"), ("int8", "auto"))),
+    ],
+)
+def test_processes_over_shared_memory_give_the_bits_of_one_rank(
+    name: str, quantization: str | None, kv_cache_dtype: str
+) -> None:
     """What is served: ranks of one host as processes, all layers and their exchange in one native call."""
-    answers = [of_processes(name, topology, quantization) for topology in ("EP1DP1", "EP2DP1", "EP4DP1")]
+    answers = [
+        of_processes(name, topology, quantization, kv_cache_dtype) for topology in ("EP1DP1", "EP2DP1", "EP4DP1")
+    ]
     assert answers[0] == answers[1] == answers[2]
 
 
-def of_processes(name: str, topology: str, quantization: str | None) -> list[tuple[list[int], list[dict[int, float]]]]:
+def of_processes(
+    name: str, topology: str, quantization: str | None, kv_cache_dtype: str
+) -> list[tuple[list[int], list[dict[int, float]]]]:
     """Return tokens of all requests and the log-probabilities of those that asked."""
     more = {} if quantization is None else {"quantization": quantization}
-    options = {"skip_tokenizer_init": True, "threads": 1, "num_blocks": 64, **more}
+    options = {"skip_tokenizer_init": True, "threads": 1, "num_blocks": 64, "kv_cache_dtype": kv_cache_dtype, **more}
     with LLM(str(checkpoint(name, dtype="bfloat16")), topology=topology, **options) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS)
     chosen = [output.outputs[0] for output in outputs]

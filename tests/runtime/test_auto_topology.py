@@ -42,8 +42,9 @@ def test_auto_stays_open_until_the_machine_is_known(spelled: str) -> None:
     assert layout_config({"model": "m", "topology": spelled}, dialect="vllm").parallel.topology == AUTO
 
 
-def test_a_host_gets_one_rank_with_all_cores_and_reads_why(host, caplog) -> None:
+def test_a_host_gets_one_rank_with_all_cores_and_reads_why(host, caplog, monkeypatch) -> None:
     caplog.set_level("INFO")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # where it is set, it says how many threads
     found = resolved()
     assert found.topology.long() == found.config.parallel.topology == "EP1DP1[adp=1,atp=1,red=0]"
     assert found.config.parallel.threads == 8

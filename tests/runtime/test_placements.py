@@ -10,7 +10,7 @@ import pytest
 
 from moewe.models.families import load_config
 from moewe.moe.wide_ep.balancing import ExpertLoad, expected_imbalance, write_load
-from moewe.moe.wide_ep.placement import first_placement, linear_placement
+from moewe.moe.wide_ep.placement import balanced_placement, first_placement, linear_placement
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions
 from moewe.runtime.options import engine_config, layout_config
 from moewe.runtime.placements import expert_placement, placement_note
@@ -19,6 +19,7 @@ from moewe.runtime.resolve import resolve
 from moewe.runtime.worker_main import build_hub
 from moewe.server.cli_options import without_aliases
 from moewe.server.cli_serve import announcement
+from moewe.topologies import RankGrid, parse_topology
 from tests.support.fixtures import checkpoint
 
 NAME = "T-QW3"
@@ -63,6 +64,27 @@ def test_ranks_and_displays_place_experts_by_the_file(file: Path) -> None:
     assert build_hub(found.config, 2).shape.slot_ranges == placement.slot_ranges
     note = placement_note(found.config, found.model)
     assert "a load.json" in note and "in order" in note and note in announcement(found)
+
+
+def test_groups_of_the_router_stay_in_a_domain(tmp_path: Path) -> None:
+    """A token of DeepSeek's takes experts of few groups: those of one group stand together where domains have room."""
+    model = load_config(checkpoint("T-DS3"))
+    assert model.moe is not None
+    routing, layers = model.moe.routing, len(model.moe_layers)
+    assert routing.num_groups > 1
+    load = np.random.default_rng(5).integers(90, 110, (layers, routing.num_experts))
+    write_load(ExpertLoad(phases={"decode": load}), tmp_path / "load.json")
+    topology = "EP4DP1[domains=2+2]"
+    found = resolve(config(f"static {tmp_path / 'load.json'}", topology, "T-DS3"))
+    placement = expert_placement(found.config, found.model)
+    domains = RankGrid(parse_topology(topology), 4).domains()
+    expected = balanced_placement(load, num_redundant=0, domains=domains, num_groups=routing.num_groups)
+    assert (placement.physical_to_logical == expected.physical_to_logical).all()
+    size = routing.num_experts // routing.num_groups
+    for layer in range(layers):
+        slots = placement.logical_to_physical[layer][:, 0]
+        where = np.asarray(placement.rank_domain)[placement.slot_rank[slots]].reshape(routing.num_groups, size)
+        assert (where == where[:, :1]).all(), where
 
 
 def test_off_is_what_was_before() -> None:

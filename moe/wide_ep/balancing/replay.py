@@ -61,7 +61,7 @@ def replay(trace: RoutingTrace, *, num_redundant: int, domains: Sequence[int], r
     placements = {
         "in order": linear_placement(num_layers, num_experts, domains=domains),
         "off": first_placement(num_layers, num_experts, num_redundant=num_redundant, domains=domains),
-        "static": balanced_placement(fit, num_redundant=num_redundant, domains=domains),
+        "static": balanced_placement(fit, num_redundant=num_redundant, domains=domains, num_groups=trace.num_groups),
     }
     results = []
     for phase, (_, judged) in halves.items():

@@ -35,11 +35,6 @@ class Traffic:
     seconds: tuple[float, ...] = (0.0,) * len(SCOPES)
     waited_seconds: float = 0.0
 
-    @property
-    def bytes_on_links(self) -> int:
-        """Bytes that left the rank."""
-        return sum(self.num_bytes) - self.num_bytes[SAME_RANK]
-
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
             tuple(a + b for a, b in zip(self.num_bytes, other.num_bytes, strict=True)),
