@@ -1,8 +1,11 @@
 """What expert parallelism must keep: idle ranks in step, unequal ranks, the same answers, empty and crowded experts."""
 
+from collections import Counter
+
 import pytest
 import torch
 
+from moewe.moe.wide_ep.exchanges import ShmShape, ThreadExchange
 from moewe.runtime.messages import Stats
 from moewe.runtime.metrics.ranks import ReplicaMetrics
 from moewe.runtime.metrics.stats import encode_counters, rank_stats
@@ -119,6 +122,36 @@ def test_one_expert_receives_everything():
     compare_with_reference(path, outcome)
     assert (per_expert[:, 7] == num_rows).all(), "a row missed expert 7"
     assert (per_expert.sum(1) == 2 * num_rows).all(), "rows were dropped"
+    received = max(int(step.expert_rows.max()) for step in group.steps)
+    assert 4096 <= received <= 2 * setup.max_num_batched_tokens, "one rank of four has rows in a step"
+
+
+def test_a_crowd_takes_no_more_memory_than_the_budget_allows(monkeypatch):
+    """All ranks fill their budget with rows for one rank: it receives all of them, just what its buffers are for."""
+    arrived = Counter()  # the most of a rank's dispatches
+    dispatch = ThreadExchange.dispatch
+
+    def watched(exchange, x, physical_ids):
+        found = dispatch(exchange, x, physical_ids)
+        assert found.num_rows == int(found.tokens_per_slot.sum())
+        arrived[exchange] = max(arrived[exchange], found.num_rows)
+        return found
+
+    monkeypatch.setattr(ThreadExchange, "dispatch", watched)
+    path = steered(6, 7, num_experts_per_tok=2)  # both are of the last rank
+    num_ranks, budget, top_k = 4, 64, 2
+    setup = Setup(topology=f"EP{num_ranks}DP1", num_blocks=64, max_num_batched_tokens=budget)
+    with Group(path, setup) as group:
+        for i in range(2 * num_ranks):
+            group.submit(str(i), random_prompt(150, seed=i), greedy(4))
+        group.run()
+        assert max(min(step.rows) for step in group.steps) == budget, "ranks were never full together"
+        limit = ShmShape(
+            slot_ranges=group.placement.slot_ranges, capacity=budget, top_k=top_k, width=1, dtype=torch.float32
+        ).result_capacity
+    most = sorted(arrived.values())
+    assert len(most) == num_ranks and most[:-1] == [0] * (num_ranks - 1), "rows for experts that nobody chose"
+    assert most[-1] == num_ranks * budget * top_k == limit
 
 
 def exported_imbalance(group):
