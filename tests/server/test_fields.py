@@ -88,7 +88,7 @@ def test_p_api_16_temperatures_that_are_none(value: bytes) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("messages", [{"role": "user", "content": ""}] * 400_000), ("tools", [{}] * 1_000_000),
-     ("bad_words", ["a"] * 1_000_000), ("logit_bias", {str(i): 0 for i in range(1_000_000)}),
+     ("bad_words", ["a"] * 1_000_000), ("logit_bias", {str(i): 0 for i in range(200_000)}),
      ("guided_choice", ["a"] * 1_000_000)],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
