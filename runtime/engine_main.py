@@ -181,6 +181,7 @@ class EngineLoop:
             memory_bandwidth=tuple(warm.memory_bandwidth for _, warm in ranks),
             weight_bytes=tuple(rank.weight_bytes for rank, _ in ranks),
             weight_bytes_read=tuple(rank.weight_bytes_read for rank, _ in ranks),
+            expert_slots=tuple(rank.expert_slots for rank, _ in ranks),
             weight_kinds=tuple(rank.weight_kinds for rank, _ in ranks),
             kv_bytes=tuple(warm.kv_bytes for _, warm in ranks),
             matrix_rates=tuple(warm.matrix_rates for _, warm in ranks),

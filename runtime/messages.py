@@ -135,6 +135,7 @@ class Ready(Message, frozen=True, kw_only=True):
         matrix_rates: per rank, operations/s of products in cache by number format, while all of them multiply.
         weight_bytes: per rank, bytes of weights held.
         weight_bytes_read: per rank, bytes read from disk.
+        expert_slots: per rank, expert slots of a MoE layer that it holds; they stay as many when experts move.
         weight_kinds: per rank, bytes held by `kind/format` (models.weights.bytes_by_kind).
         kv_bytes: per rank, bytes of the KV pool by number format, scales included.
         pids: worker processes (the engine's own pid for ranks that are threads).
@@ -148,6 +149,7 @@ class Ready(Message, frozen=True, kw_only=True):
     weight_bytes: tuple[int, ...]
     weight_bytes_read: tuple[int, ...]
     pids: tuple[int, ...]
+    expert_slots: tuple[int, ...] = ()
     weight_kinds: tuple[dict[str, int], ...] = ()
     kv_bytes: tuple[dict[str, int], ...] = ()
     matrix_rates: tuple[dict[str, float], ...] = ()
@@ -311,13 +313,17 @@ class StopWorker(Message, frozen=True, kw_only=True):
 
 # --- worker -> engine -------------------------------------------------------------------------------------------------
 class Loaded(Message, frozen=True, kw_only=True):
-    """Weights are in place on `rank`, so many of each kind and format; it could hold `num_blocks` KV blocks."""
+    """Weights are in place on `rank`, so many of each kind and format; it could hold `num_blocks` KV blocks.
+
+    `expert_slots` are those of a MoE layer.
+    """
 
     rank: int
     num_blocks: int
     weight_bytes: int
     weight_bytes_read: int
     pid: int
+    expert_slots: int = 0
     weight_kinds: dict[str, int] = {}
 
 

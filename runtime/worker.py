@@ -194,6 +194,7 @@ class Worker:
             num_blocks=blocks_that_fit(self.config, self._own_config, self.number_format, self.device),
             weight_bytes=report.bytes_held,
             weight_bytes_read=report.bytes_read,
+            expert_slots=self._placement.num_local_slots(self.rank),
             weight_kinds=bytes_by_kind(report.weights),
             pid=os.getpid(),
         )
@@ -201,8 +202,7 @@ class Worker:
     def allocate(self, num_blocks: int) -> KVAllocated:
         """Hold `num_blocks` KV blocks, run two steps on a made-up sequence, and measure what the machine can do.
 
-        Cache groups that keep only windows get fewer (`kv_layout`). A collective: all ranks do it. The steps end on all
-        of them at the same moment, so they measure together.
+        Groups of windows get fewer (`kv_layout`). All ranks do it and end the steps at once, so they measure together.
         """
         config, model = self.config, self._own_config
         limits = step_limits(config, otherwise=model.max_position_embeddings)

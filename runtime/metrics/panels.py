@@ -185,6 +185,9 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("Imbalance", "short", (
                 (f"moewe_expert_imbalance_ratio{{{_ONE}}}", "{{scope}} {{replica}}"),
             )),
+            Panel("Expert slots of a rank", "short", (
+                (f"moewe_expert_slots{{{_ONE}}}", "{{replica}}.{{rank}}"),
+            )),
             Panel("Rows of experts", "short", (
                 (_rate("moewe_expert_tokens_total", "replica", "rank"), "{{replica}}.{{rank}}"),
             )),

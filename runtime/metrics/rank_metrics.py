@@ -195,6 +195,12 @@ RANK_METRICS = (
         "`moewe_expert_imbalance_ratio`.",
     ),
     Metric(
+        "moewe_expert_slots", "gauge", _RANK, "slots",
+        "Expert slots of a MoE layer that the rank holds, redundant ones included; 0 in a model without experts.",
+        "One more than on other ranks: experts do not divide evenly, its memory is what binds. `red=` fills up the "
+        "others.",
+    ),
+    Metric(
         "moewe_expert_tokens_total", "counter", _RANK, "tokens",
         "Rows that routed experts of the rank computed.",
         "One rank far above others: place experts by load (`--eplb`).",

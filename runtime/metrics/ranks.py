@@ -228,6 +228,8 @@ class ReplicaMetrics:
                 yield "moewe_memory_bandwidth_ceiling_bytes_per_second", labels, self.ceiling(rank)
                 for name, rate in self.matrix_rates().items():
                     yield "moewe_matrix_rate_ceiling_operations_per_second", (*labels, name), rate
+            for rank, slots in enumerate(self.ready.expert_slots):
+                yield "moewe_expert_slots", (replica, str(rank)), slots
             for name in dict.fromkeys(name for kinds in self.ready.weight_kinds for name in kinds):
                 total = sum(kinds.get(name, 0) for kinds in self.ready.weight_kinds)
                 yield "moewe_weight_kind_bytes", (replica, *name.split("/")), total

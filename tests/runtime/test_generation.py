@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
+from moewe.runtime.metrics.export import Metrics
 from moewe.runtime.metrics.stats import decode_counters
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.processes.supervision import process_state
@@ -96,6 +98,21 @@ def test_tokens_are_those_of_the_reference(topology, ranks):
     replicas.close()
     assert all(process_state(pid) is None for pid in pids)
     assert ranks == "threads" or len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize(("topology", "slots"), [("EP4DP1", [3, 3, 2, 2]), ("EP4DP1[red=1]", [3, 3, 3, 2])])
+def test_metrics_say_how_many_experts_a_rank_holds(topology, slots):  # P-LOAD-24
+    replicas = ReplicaSet.start(config(checkpoint(FIXTURE, num_experts=10), topology, "threads"))
+    try:
+        replicas.wait_ready(READY_S)
+        metrics = Metrics(version="1", model="m", topology=topology)
+        metrics.set_ready(0, replicas.ready[0])
+    finally:
+        replicas.close()
+    shown = re.findall(
+        r'^moewe_expert_slots\{rank="(\d)",replica="0"\} ([\d.]+)$', metrics.render().decode(), re.MULTILINE
+    )
+    assert [(int(rank), float(held)) for rank, held in shown] == list(enumerate(slots))
 
 
 @pytest.mark.parametrize("ranks", ["threads", pytest.param("processes", marks=pytest.mark.spawn)])

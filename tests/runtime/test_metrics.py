@@ -39,7 +39,7 @@ def counted(rank: int, steps: int) -> RankStats:
 def ready() -> Ready:
     return Ready(
         num_blocks=12, block_size=16, max_model_len=64, max_num_seqs=4, memory_bandwidth=(6_000.0, 3_000.0),
-        weight_bytes=(10, 20), weight_bytes_read=(10, 20), pids=(1, 2),
+        weight_bytes=(10, 20), weight_bytes_read=(10, 20), pids=(1, 2), expert_slots=(3, 2),
         weight_kinds=({"routed/int4": 10}, {"routed/int4": 5, "head/int8": 15}), kv_bytes=({"fp8": 7}, {"fp8": 8}),
         matrix_rates=({"bfloat16": 5e12, "int8": 9e12}, {"bfloat16": 6e12, "int8": 8e12}),
     )  # fmt: skip
@@ -98,6 +98,7 @@ def test_ranks_are_exported_without_layers_or_experts() -> None:
     assert values["moewe_requests_running", (("replica", "0"),)] == 2
     assert values["moewe_preemptions_total", (("replica", "0"),)] == 4
     assert values["moewe_weight_bytes", rank1] == 20
+    assert [values["moewe_expert_slots", (("rank", rank), ("replica", "0"))] for rank in "01"] == [3, 2]
     for kind, held in (("head", "int8"), 15), (("routed", "int4"), 15):
         labels = (("format", kind[1]), ("kind", kind[0]), ("replica", "0"))
         assert values["moewe_weight_kind_bytes", labels] == held
@@ -288,7 +289,7 @@ def test_a_rank_has_at_most_64_series_whatever_the_model(layers: int, experts: i
     kinds = ("attention", "routed", "shared", "dense", "embedding", "head")
     formats = ("bfloat16", "float32", "int8", "int4", "mxfp4", "fp8_block")
     full = msgspec.structs.replace(
-        ready(), memory_bandwidth=(1.0,), weight_bytes=(36,), kv_bytes=({"fp8": 7},),
+        ready(), memory_bandwidth=(1.0,), weight_bytes=(36,), expert_slots=(experts,), kv_bytes=({"fp8": 7},),
         weight_kinds=({f"{kind}/{held}": 1 for kind in kinds for held in formats},),
         matrix_rates=({"bfloat16": 9e3, "int8": 7.5e3},),
     )  # fmt: skip
