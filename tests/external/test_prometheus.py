@@ -25,24 +25,32 @@ ABSENT = ("moewe_measured_memory_bytes_total", "moewe_model_error_ratio", "moewe
 
 
 @pytest.fixture(scope="module")
-def prometheus(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a Prometheus that scrapes the server each second and has our rules."""
-    program = shutil.which("prometheus")
-    if program is None:
+def balancing() -> Iterator[ServerProcess]:
+    """The demo with `--eplb auto`, which some panels are about."""
+    if shutil.which("prometheus") is None:
         pytest.skip("prometheus (Debian's package of that name) is not installed")
+    with ServerProcess(
+        "demo", "--kv-cache-memory-bytes", "64MiB", "--max-model-len", "512", "--eplb", "auto"
+    ) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def prometheus(balancing: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a Prometheus that scrapes the server each second and has our rules."""
     folder = tmp_path_factory.mktemp("prometheus")
     rules = write_monitoring(folder)[1]
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(rules)],
         "scrape_configs": [
-            {"job_name": "moewe", "static_configs": [{"targets": [server.url.removeprefix("http://")]}]}
+            {"job_name": "moewe", "static_configs": [{"targets": [balancing.url.removeprefix("http://")]}]}
         ],
     }
     (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [program, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
+    command = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
                f"--web.listen-address=127.0.0.1:{port}"]  # fmt: skip
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         url = f"http://127.0.0.1:{port}"
@@ -73,7 +81,7 @@ def generate(server: ServerProcess) -> None:
     urllib.request.urlopen(request, timeout=240).close()
 
 
-def test_every_panel_has_a_series_and_every_rule_is_taken(server: ServerProcess, prometheus: str) -> None:
+def test_every_panel_has_a_series_and_every_rule_is_taken(balancing: ServerProcess, prometheus: str) -> None:
     lines = [
         (panel.title, expression.replace("$instance", ".*").replace("$__rate_interval", "60s"))
         for _, row in ROWS
@@ -84,7 +92,7 @@ def test_every_panel_has_a_series_and_every_rule_is_taken(server: ServerProcess,
     deadline = time.monotonic() + 240
     empty = lines
     while empty:
-        generate(server)  # rates need two scrapes, shares a window
+        generate(balancing)  # rates need two scrapes, shares a window
         empty = [(title, line) for title, line in empty if not ask(prometheus, "query", query=line)["result"]]
         assert time.monotonic() < deadline, empty
     groups = ask(prometheus, "rules")["groups"]
