@@ -7,7 +7,6 @@ nothing to stop for. Units: seconds.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections import deque
@@ -18,13 +17,12 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from ..bench.target import read_target
+from ..asking import DEFAULT_URL, NoAnswerError, server_at
 from ..stdout import put
 from .figures import ServerFigures, figures, restarted
-from .scrape import NoAnswerError, Reading, read_server
+from .scrape import Reading, read_server
 from .view import Lost, draw
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 INTERVAL_S, SHORTEST_INTERVAL_S = 2.0, 0.2
 SPAN_S = 10.0  # figures are over at least so long, once there are readings from so long ago
 
@@ -91,11 +89,7 @@ def top(tool: Mapping[str, Any]) -> int:
 
 
 def _server(url: str, tool: Mapping[str, Any]) -> Server:
-    whole = url if "://" in url else f"http://{url}"
-    try:
-        target = read_target({**tool, "base_url": whole}, os.environ)
-    except ValueError as error:
-        raise ValueError(str(error).replace("--base-url", f"URL {url!r}")) from None
+    target = server_at(url, tool)
     return Server(target.root, target.headers)
 
 

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from ...text.one_line import one_line
+from ..asking import NoAnswerError, ask
+
 TIMEOUT_S = 5.0
 MOST_BYTES = 16 << 20
 
 Labels = tuple[tuple[str, str], ...]
-
-
-class NoAnswerError(Exception):
-    """A server that gave no reading; the text is one line that says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,23 +86,8 @@ def read_server(root: str, headers: Mapping[str, str]) -> Reading:
 
 
 def _get(url: str, headers: Mapping[str, str]) -> bytes:
-    request = urllib.request.Request(url, headers=dict(headers))
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            body: bytes = answer.read(MOST_BYTES + 1)
-    except urllib.error.HTTPError as error:
-        hint = "; give --api-key" if error.code in (401, 403) else ""
-        raise NoAnswerError(f"{url} answers {error.code}{hint}") from None
-    except urllib.error.URLError as error:
-        raise NoAnswerError(f"{url}: {_line(error.reason)}") from None
-    except (OSError, ValueError) as error:
-        raise NoAnswerError(f"{url}: {_line(error)}") from None
-    except Exception as error:  # http.client raises classes of its own for what is no HTTP
-        raise NoAnswerError(f"{url} does not speak HTTP: {type(error).__name__}") from None
-    if len(body) > MOST_BYTES:
-        raise NoAnswerError(f"{url} answers more than {MOST_BYTES >> 20} MiB")
-    return body
+    return ask(url, headers, timeout=TIMEOUT_S, most_bytes=MOST_BYTES, line=_line)
 
 
 def _line(error: object) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    return one_line(error)[:200]

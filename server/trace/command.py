@@ -7,23 +7,21 @@ server, as the connection closes. Units: seconds, bytes.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ..bench.target import Target, read_target
+from ..asking import DEFAULT_URL, NoAnswerError, ask, key_hint, server_at
+from ..bench.target import Target
 from ..stdout import put
 from .limits import LEAST_IDLE_SECONDS, MOST_IDLE_SECONDS, MOST_SECONDS, MOST_STEPS
 from .shares import Shares, engine_lines, printable, read_shares, shares_table
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_STEPS, DEFAULT_IDLE_TIMEOUT = 200, 10.0
 DEFAULT_OUTPUT = "moewe-trace.json"
 MOST_BYTES = 512 << 20
@@ -31,12 +29,6 @@ WIDTH = 100  # of the table where there is no terminal
 _PROGRESS_EVERY_S = 0.5
 _PROGRESS_TIMEOUT_S = 5.0
 _MOST_PROGRESS_BYTES = 1 << 20
-
-
-class NoTraceError(RuntimeError):
-    """The server gave no trace; the text is one line that says why."""
-
-    exit_code = 1
 
 
 def trace(tool: Mapping[str, Any]) -> int:
@@ -60,24 +52,17 @@ def trace(tool: Mapping[str, Any]) -> int:
     path = Path(tool.get("output", DEFAULT_OUTPUT))
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ValueError(f"--output {path} cannot be written; name a file in a folder that exists")
-    target = _target(urls[0], tool)
+    target = server_at(urls[0], tool)
     data = _record(target, steps, idle_s)
     try:
         shares = read_shares(data)
     except ValueError as error:
-        raise NoTraceError(f"{target.api}/trace: {error}") from None
+        raise NoAnswerError(f"{target.api}/trace: {error}") from None
     if not shares.ranks:
-        raise NoTraceError(f"no step was recorded, so nothing is written: {shares.ended_early or 'it ran none'}")
+        raise NoAnswerError(f"no step was recorded, so nothing is written: {shares.ended_early or 'it ran none'}")
     path.write_bytes(data)
     _show(shares, path)
     return 0
-
-
-def _target(url: str, tool: Mapping[str, Any]) -> Target:
-    try:
-        return read_target({**tool, "base_url": url if "://" in url else f"http://{url}"}, os.environ)
-    except ValueError as error:
-        raise ValueError(str(error).replace("--base-url", f"URL {url!r}")) from None
 
 
 def _record(target: Target, steps: int, idle_s: float) -> bytes:
@@ -104,34 +89,20 @@ def _show_progress(target: Target, done: threading.Event) -> None:
             now = json.loads(data)
             recorded = ", ".join(str(int(count)) for count in now["recorded"])
             line = f"\r{recorded} of {int(now['steps'])} steps"
-        except (NoTraceError, ValueError, KeyError, TypeError, RecursionError):
+        except (NoAnswerError, ValueError, KeyError, TypeError, RecursionError):
             continue  # the answer to the trace itself says what is wrong
         if not done.is_set():
             print(line, end="", file=sys.stderr, flush=True)
 
 
 def _answer(url: str, headers: Mapping[str, str], method: str, timeout: float, most: int) -> bytes:
-    request = urllib.request.Request(url, headers=dict(headers), method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
-            body: bytes = answer.read(most + 1)
-    except urllib.error.HTTPError as error:
-        raise NoTraceError(f"{url} answers {error.code}{_message(error)}") from None
-    except urllib.error.URLError as error:
-        raise NoTraceError(f"{url}: {_line(error.reason)}") from None
-    except (OSError, ValueError) as error:
-        raise NoTraceError(f"{url}: {_line(error)}") from None
-    except Exception as error:  # http.client raises classes of its own for what is no HTTP
-        raise NoTraceError(f"{url} does not speak HTTP: {type(error).__name__}") from None
-    if len(body) > most:
-        raise NoTraceError(f"{url} answers more than {most >> 20} MiB")
-    return body
+    return ask(url, headers, timeout=timeout, most_bytes=most, line=_line, method=method, explain=_message)
 
 
 def _message(error: urllib.error.HTTPError) -> str:
     """Return what the server says of it, or what is known of the code."""
-    if error.code in (401, 403):
-        return "; give --api-key"
+    if hint := key_hint(error):
+        return hint
     try:
         return f": {_line(json.loads(error.read(1 << 16))['error']['message'])}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -16,10 +16,11 @@ from rich.console import Console
 
 from moewe.runtime.messages import Traced, TracedStep
 from moewe.runtime.plan import pack
+from moewe.server.asking import NoAnswerError
 from moewe.server.state import ServerState
 from moewe.server.trace import command, routes
 from moewe.server.trace.chrome import TraceFacts, chrome_trace
-from moewe.server.trace.command import NoTraceError, trace
+from moewe.server.trace.command import trace
 from moewe.server.trace.shares import engine_lines, read_shares, shares_table
 from moewe.telemetry import StepMarks
 from moewe.telemetry.step_marks import ATTENTION, EXPERTS, INPUTS, NO_LAYER, RESULTS, WAIT
@@ -294,7 +295,7 @@ def test_the_command_writes_the_file_and_prints_shares(tmp_path: Path, capsys: p
 )  # fmt: skip
 def test_what_gives_no_trace_is_one_line_and_no_file(tmp_path: Path, status: int, data: bytes, reason: str) -> None:
     path = tmp_path / "a.json"
-    with small_server(pages(status, data)) as url, pytest.raises(NoTraceError) as error:
+    with small_server(pages(status, data)) as url, pytest.raises(NoAnswerError) as error:
         trace({"url": (url,), "steps": 2, "output": str(path)})
     assert reason in str(error.value) and str(error.value).isprintable() and not path.exists()
 
@@ -325,7 +326,7 @@ def test_a_terminal_sees_how_far_it_is_and_a_clean_line_at_the_end(
 
 
 def test_no_server_is_one_line() -> None:
-    with pytest.raises(NoTraceError, match="refused"):
+    with pytest.raises(NoAnswerError, match="refused"):
         trace({"url": ("127.0.0.1:1",)})
 
 
