@@ -18,11 +18,11 @@ from ....telemetry import RankProgress
 from .contract import Dispatched
 from .group_shape import GroupShape
 from .links import Link, Pending, start_counts
+from .over_links import ExchangeOverLinks
 from .pairs import SortedPairs, add_pairs, sort_pairs
 from .parts import local_ids, pairs_from_each, parts_of, rows_by_part
-from .stages import ANSWERS, COUNTS, ROWS, Stages, finish
-from .traffic import Traffic, TrafficMeter
-from .wire import Payload, PlainPayload, pack, unpack
+from .stages import ANSWERS, COUNTS, ROWS, Stages
+from .wire import Payload, pack, unpack
 
 _COUNT_BYTES = 8
 
@@ -39,8 +39,10 @@ class _Handle:
     num_leaving: list[int]
 
 
-class AllToAllExchange:
+class AllToAllExchange(ExchangeOverLinks):
     """`Exchange` of one rank over a link that joins all ranks in their order.
+
+    Traffic counts what the rank sends, counts included.
 
     Args:
         link: of the W ranks.
@@ -60,7 +62,8 @@ class AllToAllExchange:
         progress: RankProgress | None = None,
     ) -> None:
         rank = link.index
-        self._link, self._payload, self._progress = link, payload or PlainPayload(), progress
+        super().__init__(payload)
+        self._link, self._progress = link, progress
         self._range = shape.slot_ranges[rank]
         self._scopes = shape.scopes(rank)
         self._widest = max(self._scopes)
@@ -68,19 +71,11 @@ class AllToAllExchange:
         self._stops = torch.tensor([stop for _, stop in shape.slot_ranges], dtype=torch.int32)
         self._of_ranks = torch.arange(shape.num_ranks + 1, dtype=torch.int32)
         self._of_slots = torch.arange(self._range[1] - self._range[0] + 1, dtype=torch.int32)
-        self._meter = TrafficMeter()
 
-    def dispatch(self, x: torch.Tensor, physical_ids: torch.Tensor) -> Dispatched:
-        """Send rows of `x` [T, D] to the ranks of their slots; see `Exchange.dispatch`."""
-        return finish(self.dispatching(x, physical_ids))
-
-    def dispatching(
-        self, x: torch.Tensor, physical_ids: torch.Tensor, topk_weights: torch.Tensor | None = None
+    def _dispatch(
+        self, x: torch.Tensor, physical_ids: torch.Tensor, topk_weights: torch.Tensor | None
     ) -> Stages[Dispatched]:
-        """Take the stages of `dispatch`; weights are of use at home only. See `StagedExchange.dispatching`."""
-        return self._meter.stages(self._dispatch(x, physical_ids), x.device)
-
-    def _dispatch(self, x: torch.Tensor, physical_ids: torch.Tensor) -> Stages[Dispatched]:
+        """Weights do not travel: they are of use at home only."""
         device, top_k = x.device, physical_ids.shape[1]
         if self._stops.device != device:
             self._stops, self._of_ranks = self._stops.to(device), self._of_ranks.to(device)
@@ -113,27 +108,12 @@ class AllToAllExchange:
             ),
         )
 
-    def output(self, num_rows: int) -> None:
-        """Return None: outputs may stand anywhere."""
-
-    def combine(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle) -> torch.Tensor:
-        """Send rows [M, D] back where they came from and add those of this rank; see `Exchange.combine`."""
-        return finish(self.combining(rows, topk_weights, handle))
-
-    def combining(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle) -> Stages[torch.Tensor]:
-        """Take the stages of `combine`; see `StagedExchange.combining`."""
-        return self._meter.stages(self._combine(rows, topk_weights, handle), rows.device)
-
     def _combine(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle) -> Stages[torch.Tensor]:
         expected = [stop - start for start, stop in pairwise(handle.home.offsets)]
         leaving = rows.index_select(0, handle.leaving).view(torch.uint8)
         home_come = self._start(leaving, handle.num_leaving, expected)
         yield ANSWERS
         return add_pairs(home_come().view(rows.dtype), topk_weights, handle.home)
-
-    def take_traffic(self) -> Traffic:
-        """Return what this rank has sent since the last call, counts included."""
-        return self._meter.take()
 
     def _start(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
         for scope, number in zip(self._scopes, sent, strict=True):

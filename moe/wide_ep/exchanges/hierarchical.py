@@ -21,11 +21,12 @@ from ....telemetry import RankProgress
 from .contract import Dispatched
 from .group_shape import GroupShape
 from .links import Link, Pending, start_counts, swap, swap_counts
+from .over_links import ExchangeOverLinks
 from .pairs import SortedPairs, add_pairs, sort_pairs
 from .parts import local_ids, pairs_from_each, parts_of, rows_by_part
-from .stages import ANSWERS, COUNTS, ROWS, Stages, finish
-from .traffic import BETWEEN_DOMAINS, IN_DOMAIN, SAME_RANK, Traffic, TrafficMeter
-from .wire import Payload, PlainPayload, pack, unpack
+from .stages import ANSWERS, COUNTS, ROWS, Stages
+from .traffic import BETWEEN_DOMAINS, IN_DOMAIN, SAME_RANK
+from .wire import Payload, pack, unpack
 
 _COUNT_BYTES = 8
 
@@ -65,8 +66,10 @@ class _Handle:
     weights: torch.Tensor | None
 
 
-class HierarchicalExchange:
+class HierarchicalExchange(ExchangeOverLinks):
     """`Exchange` of one rank of a group that spans domains.
+
+    Traffic counts what the rank sends, counts included, and what it hands on for others, too.
 
     Args:
         rail: joins the ranks of this rank's rail (`GroupShape.rails`), in their order.
@@ -89,8 +92,8 @@ class HierarchicalExchange:
         payload: Payload | None = None,
         progress: RankProgress | None = None,
     ) -> None:
+        super().__init__(payload)
         self._rail, self._domain, self._progress = rail, domain, progress
-        self._payload = payload or PlainPayload()
         self._range = shape.slot_ranges[rank]
         number = shape.rail_of(rank)
         relays = shape.relays(number)
@@ -112,17 +115,6 @@ class HierarchicalExchange:
         self._of_domains = torch.arange(len(shape.domains) + 1, dtype=torch.int32)
         self._of_members = torch.arange(len(own) + 1, dtype=torch.int32)
         self._of_slots = torch.arange(self._range[1] - self._range[0] + 1, dtype=torch.int32)
-        self._meter = TrafficMeter()
-
-    def dispatch(self, x: torch.Tensor, physical_ids: torch.Tensor) -> Dispatched:
-        """Send rows of `x` [T, D] to their domains, and there to the ranks of their slots; see `Exchange.dispatch`."""
-        return finish(self.dispatching(x, physical_ids))
-
-    def dispatching(
-        self, x: torch.Tensor, physical_ids: torch.Tensor, topk_weights: torch.Tensor | None = None
-    ) -> Stages[Dispatched]:
-        """Take the stages of `dispatch`; given weights cross with the rows. See `StagedExchange.dispatching`."""
-        return self._meter.stages(self._dispatch(x, physical_ids, topk_weights), x.device)
 
     def _dispatch(
         self, x: torch.Tensor, physical_ids: torch.Tensor, topk_weights: torch.Tensor | None
@@ -180,17 +172,6 @@ class HierarchicalExchange:
             ),
         )
 
-    def output(self, num_rows: int) -> None:
-        """Return None: outputs may stand anywhere."""
-
-    def combine(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle) -> torch.Tensor:
-        """Add rows [M, D] up inside each domain, send the sums home and add those; see above and `Exchange.combine`."""
-        return finish(self.combining(rows, topk_weights, handle))
-
-    def combining(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle) -> Stages[torch.Tensor]:
-        """Take the stages of `combine`; see `StagedExchange.combining`."""
-        return self._meter.stages(self._combine(rows, topk_weights, handle), rows.device)
-
     def _combine(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle) -> Stages[torch.Tensor]:
         crossing, device = handle.crossing, rows.device
         weights_come: Pending | None = None
@@ -210,10 +191,6 @@ class HierarchicalExchange:
         by_domain = sums_come().view(rows.dtype)  # by domain, then token
         ones = torch.ones(topk_weights.shape[0], len(self._entry), device=device)
         return add_pairs(by_domain, ones, handle.home)
-
-    def take_traffic(self) -> Traffic:
-        """Return what this rank has sent since the last call, counts included, what it hands on for others too."""
-        return self._meter.take()
 
     def _come_to(self, device: torch.device) -> None:
         if self._of_slots.device != device:

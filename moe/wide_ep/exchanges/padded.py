@@ -15,11 +15,11 @@ import torch
 from .contract import Dispatched
 from .group_shape import GroupShape
 from .links import Link
+from .over_links import ExchangeOverLinks
 from .pairs import SortedPairs, add_pairs
 from .parts import local_ids
-from .stages import ANSWERS, ROWS, Stages, finish
-from .traffic import Traffic, TrafficMeter
-from .wire import Payload, PlainPayload, pack, unpack
+from .stages import ANSWERS, ROWS, Stages
+from .wire import Payload, pack, unpack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,10 @@ def capacity_of(bucket: int) -> int:
     return 1 << max(0, bucket - 1).bit_length()
 
 
-class PaddedExchange:
+class PaddedExchange(ExchangeOverLinks):
     """`Exchange` of one rank over a link that joins all ranks in their order. Call `begin_step` before each step.
+
+    Traffic counts room, filled or not.
 
     Args:
         link: of the W ranks.
@@ -47,30 +49,23 @@ class PaddedExchange:
     name = "padded"
 
     def __init__(self, link: Link, shape: GroupShape, *, payload: Payload | None = None) -> None:
-        self._link, self._shape, self._payload = link, shape, payload or PlainPayload()
+        super().__init__(payload)
+        self._link, self._shape = link, shape
         self._range = shape.slot_ranges[link.index]
         self._scopes = shape.scopes(link.index)
         self._widest = max(self._scopes)
         self._stops = torch.tensor([stop for _, stop in shape.slot_ranges], dtype=torch.int32)
         self._of_slots = torch.arange(self._range[1] - self._range[0] + 1, dtype=torch.int32)
         self._capacity = 1
-        self._meter = TrafficMeter()
 
     def begin_step(self, bucket: int) -> None:
         """Make room for a step with at most `bucket` rows on any rank."""
         self._capacity = capacity_of(bucket)
 
-    def dispatch(self, x: torch.Tensor, physical_ids: torch.Tensor) -> Dispatched:
-        """Send rows of `x` [T, D], T <= C, to all ranks; see `Exchange.dispatch`."""
-        return finish(self.dispatching(x, physical_ids))
-
-    def dispatching(
-        self, x: torch.Tensor, physical_ids: torch.Tensor, topk_weights: torch.Tensor | None = None
+    def _dispatch(
+        self, x: torch.Tensor, physical_ids: torch.Tensor, topk_weights: torch.Tensor | None
     ) -> Stages[Dispatched]:
-        """Take the stages of `dispatch`; weights are of use at home only. See `StagedExchange.dispatching`."""
-        return self._meter.stages(self._dispatch(x, physical_ids), x.device)
-
-    def _dispatch(self, x: torch.Tensor, physical_ids: torch.Tensor) -> Stages[Dispatched]:
+        """Weights do not travel: they are of use at home only."""
         device, (num_tokens, top_k), capacity = x.device, physical_ids.shape, self._capacity
         assert num_tokens <= capacity, f"{num_tokens} rows, but the plan's bucket makes room for {capacity}"
         if self._stops.device != device:
@@ -98,17 +93,6 @@ class PaddedExchange:
             is_padded=True,
         )
 
-    def output(self, num_rows: int) -> None:
-        """Return None: outputs may stand anywhere."""
-
-    def combine(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle) -> torch.Tensor:
-        """Send room for every choice back and add those of this rank; see `Exchange.combine`."""
-        return finish(self.combining(rows, topk_weights, handle))
-
-    def combining(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle) -> Stages[torch.Tensor]:
-        """Take the stages of `combine`; see `StagedExchange.combining`."""
-        return self._meter.stages(self._combine(rows, topk_weights, handle), rows.device)
-
     def _combine(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle) -> Stages[torch.Tensor]:
         leaving = rows.index_select(0, handle.leaving).view(torch.uint8)  # [M, ..]
         each = leaving.shape[0] // self._link.size
@@ -119,10 +103,6 @@ class PaddedExchange:
         yield ANSWERS
         home = self._meter.waiting(pending, self._widest, rows.device)()
         return add_pairs(home.view(rows.dtype), topk_weights, handle.home)
-
-    def take_traffic(self) -> Traffic:
-        """Return what this rank has sent since the last call: room counts, filled or not."""
-        return self._meter.take()
 
     def _check(self, physical_ids: torch.Tensor) -> None:
         if physical_ids.numel() and (most := int(physical_ids.max())) >= self._shape.num_slots:
