@@ -15,16 +15,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import rank_processes
 import records
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from moewe.moe.wide_ep.exchanges import Exchange, ShmExchange, ShmShape
 from moewe.moe.wide_ep.exchanges.group_shape import GroupShape, SlowRate
@@ -170,17 +169,10 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--rate", type=int, default=200, help="MB/s of the slowed link")
-    parser.add_argument("--delay", type=int, default=500, help="microseconds of the slowed link")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--out", type=Path)
+    rank_processes.add_link_flags(parser)
     args = parser.parse_args()
-    results: dict[str, Any] = {"arguments": {name: value for name, value in vars(args).items() if name != "out"}}
-    for num_ranks in args.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(run_rank, (num_ranks, folder, args), nprocs=num_ranks)
-            results |= torch.load(Path(folder) / "results", weights_only=True)
-    records.write("exchange", results, args.out)
+    rank_processes.measure("exchange", run_rank, args)
 
 
 if __name__ == "__main__":

@@ -13,16 +13,15 @@ choose. On a machine with fewer cores than ranks times are those of ranks that t
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import rank_processes
 import records
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from moewe.moe.gated import SILU, Activation, ExpertWeights
 from moewe.moe.layer import MoELayer
@@ -254,17 +253,10 @@ def main() -> None:
     parser.add_argument("--shared", type=int, default=1, help="shared experts, as wide as a routed one each")
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--rate", type=int, default=200, help="MB/s of the slowed link")
-    parser.add_argument("--delay", type=int, default=500, help="microseconds of the slowed link")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--out", type=Path)
+    rank_processes.add_link_flags(parser)
     args = parser.parse_args()
-    results: dict[str, Any] = {"arguments": {name: value for name, value in vars(args).items() if name != "out"}}
-    for num_ranks in args.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(run_rank, (num_ranks, folder, args), nprocs=num_ranks)
-            results |= torch.load(Path(folder) / "results", weights_only=True)
-    records.write("overlap", results, args.out)
+    rank_processes.measure("overlap", run_rank, args)
 
 
 if __name__ == "__main__":
