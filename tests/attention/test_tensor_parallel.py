@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +15,8 @@ from moewe.attention.tensor_parallel_metered import MeteredGroup
 from moewe.attention.tensor_parallel_shm import ShmTensorParallelGroup, area_bytes, can_share, meet_at
 from moewe.attention.tensor_parallel_threads import ThreadTensorParallelHub
 from moewe.telemetry import ProgressBoard
+from tests.support.rank_processes import run_rank_processes
 
-ROOT = Path(__file__).parents[2]
 WIDTH = 6
 needs_order = pytest.mark.skipif(not can_share(), reason="this processor may let others see stores in another order")
 
@@ -180,10 +178,7 @@ print(rank, own.size(), int(board.snapshot()[0, 1]))
 @pytest.mark.slow
 @pytest.mark.spawn
 def test_processes_join_as_threads_do(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", CHILD]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        for rank in range(4)
-    ]
     ticks = 2 * 4 * 2 * 3  # before and after each of four collectives, two formats, three numbers of rows
-    assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == [f"{rank} 2 {ticks}" for rank in range(4)]
+    assert [said.strip() for said in run_rank_processes(CHILD, 4, tmp_path)] == [
+        f"{rank} 2 {ticks}" for rank in range(4)
+    ]

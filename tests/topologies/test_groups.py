@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moewe.topologies.groups import loopback_interface
+from tests.support.rank_processes import run_rank_processes
 
 CHILD = """
 import sys
@@ -36,9 +37,4 @@ def test_importing_groups_does_not_import_torch() -> None:
 
 @pytest.mark.spawn
 def test_two_processes_reduce(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", CHILD]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == ["3 2", "3 2"]
+    assert [said.strip() for said in run_rank_processes(CHILD, 2, tmp_path)] == ["3 2", "3 2"]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from moewe.topologies.meeting import Meeting, PeersLostError, blaming_peers
-
-ROOT = Path(__file__).parents[2]
+from tests.support.rank_processes import run_rank_processes
 
 CHILD = """
 import os, sys
@@ -64,11 +61,5 @@ def test_only_what_a_library_raises_about_a_connection_is_blamed_on_others() -> 
 @pytest.mark.slow
 @pytest.mark.spawn
 def test_processes_that_lose_one_blame_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", CHILD]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        for rank in range(2)
-    ]
-    told = ranks[0].communicate(timeout=120)[0].split("\n")[:-1]
-    ranks[1].communicate(timeout=120)
+    told = run_rank_processes(CHILD, 2, tmp_path)[0].split("\n")[:-1]
     assert told == [f"{name} peers" for name in ("swap", "gather", "reduce", "mean", "first")]
