@@ -14,7 +14,7 @@ from ..models.footprint import model_footprint
 from ..moe.wide_ep.balancing import Planner
 from ..moe.wide_ep.balancing.load_steps import LEAST_TOKENS
 from ..quant import parse_format, weight_scheme
-from ..topologies.choice import GPU_CEILINGS, HOST_CEILINGS
+from ..topologies.choice import rank_ceilings
 from ..topologies.cost import Ceilings, ExpertSize, expert_layer_seconds
 from .config import EngineConfig
 from .messages import Ready
@@ -54,12 +54,10 @@ def live_balancer(config: EngineConfig, ready: Ready, workers: Workers) -> Balan
 
 def _ceilings(config: EngineConfig, ready: Ready) -> Ceilings:
     """Return what a rank can do: as measured at the start; what nobody measured, as it is assumed."""
-    num_ranks, on_cpu = len(ready.memory_bandwidth), config.parallel.device == "cpu"
-    known = HOST_CEILINGS if on_cpu else GPU_CEILINGS
     rates = [rank["bfloat16"] for rank in ready.matrix_rates if "bfloat16" in rank]
-    return Ceilings(
-        memory_bandwidth=sum(ready.memory_bandwidth) / num_ranks,
-        flops=sum(rates) / len(rates) if rates else known.flops / (num_ranks if on_cpu else 1),
-        within=known.within,
-        between=known.between,
+    return rank_ceilings(
+        on_host=config.parallel.device == "cpu",
+        num_ranks=len(ready.memory_bandwidth),
+        memory_bandwidth=sum(ready.memory_bandwidth) / len(ready.memory_bandwidth),
+        matrix_rate=sum(rates) / len(rates) if rates else None,
     )

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
 
 from ..topologies import RankGrid, Topology
-from ..topologies.choice import GPU_CEILINGS, HOST_CEILINGS
+from ..topologies.choice import rank_ceilings
 from ..topologies.cost import Link
 from ..topologies.exchange_choice import OVER_LINKS, ExchangeRule
 from ..topologies.overlap_choice import HALVES, MoELoad, OverlapFacts, choose_overlap
@@ -39,11 +38,11 @@ def overlap_facts(
         memory_bandwidth, matrix_rate: of the slowest rank; None where nobody measured, and round numbers do.
     """
     on_host = config.parallel.device == "cpu"
-    assumed, sharing = (HOST_CEILINGS, grid.topology.num_ranks) if on_host else (GPU_CEILINGS, 1)
-    ceilings = replace(
-        assumed,
-        memory_bandwidth=memory_bandwidth or assumed.memory_bandwidth / sharing,
-        flops=matrix_rate or assumed.flops / sharing,
+    ceilings = rank_ceilings(
+        on_host=on_host,
+        num_ranks=grid.topology.num_ranks,
+        memory_bandwidth=memory_bandwidth,
+        matrix_rate=matrix_rate,
     )
     far = ceilings.between if grid.spans_domains else ceilings.within
     return OverlapFacts(

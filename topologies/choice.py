@@ -41,6 +41,29 @@ HOST_CEILINGS = Ceilings(
 )
 
 
+def rank_ceilings(
+    *, on_host: bool, num_ranks: int, memory_bandwidth: float | None = None, matrix_rate: float | None = None
+) -> Ceilings:
+    """Return what one rank can do: as it was measured, else its part of what is assumed; links are assumed.
+
+    Args:
+        on_host: ranks share one host's memory and cores; else each has a GPU.
+        num_ranks: of the group.
+        memory_bandwidth, matrix_rate: of one rank, bytes/s and FLOP/s; None where nobody measured.
+    """
+    assumed = _divided(HOST_CEILINGS, num_ranks) if on_host else GPU_CEILINGS
+    return replace(
+        assumed,
+        memory_bandwidth=memory_bandwidth or assumed.memory_bandwidth,
+        flops=matrix_rate or assumed.flops,
+    )
+
+
+def _divided(whole: Ceilings, num_ranks: int) -> Ceilings:
+    """Return what each of so many ranks has of memory and arithmetic that they share."""
+    return replace(whole, memory_bandwidth=whole.memory_bandwidth / num_ranks, flops=whole.flops / num_ranks)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """What ranks can be placed on.
@@ -72,10 +95,7 @@ class Machine:
 
     def rank_ceilings(self, num_ranks: int) -> Ceilings:
         """Return the ceilings of each of `num_ranks` ranks."""
-        if not self.is_shared:
-            return self.ceilings
-        whole = self.ceilings
-        return replace(whole, memory_bandwidth=whole.memory_bandwidth / num_ranks, flops=whole.flops / num_ranks)
+        return _divided(self.ceilings, num_ranks if self.is_shared else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
