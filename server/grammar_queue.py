@@ -2,11 +2,12 @@
 
 Not the trial (text/grammar_check.py). Each grammar is first tried for a moment, which is enough for nearly all that are
 meant well; only what is not done by then goes to a second lane. A lane tries one at a time and takes those of different
-clients in turn. Whoever cannot be served within PROMISE_S by the times of the last trials is refused at once, and so is
-a client that has lately taken more than its share of the second lane. Who has a place gets an answer, on a busy machine
-perhaps later. What was tried costs nothing.
+clients in turn. Whoever cannot be served within PROMISE_S by what the last trials took of a core is refused at once;
+so is a client that has lately taken more than its share, before it takes the second lane. Trials are counted in CPU and
+not by the clock, so that on a busy machine, where everything takes longer, who means well waits and is not turned away.
+What was tried costs nothing.
 Everything here is the event loop's; trials run in threads.
-Units: seconds.
+Units: seconds; of CPU where a trial is meant.
 """
 
 from __future__ import annotations
@@ -17,22 +18,26 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 from ..text.grammar import GrammarError
-from ..text.grammar_check import GrammarUndecided
+from ..text.grammar_check import GrammarUndecided, Trial
 from ..text.grammar_helper import CPU_SECONDS
 
 PROMISE_S = 1.0
 # As long as nothing was tried: the helper has to start.
 FIRST_PROMISE_S = 5.0
+# Of the clock, for a turn that was promised.
+PATIENCE_S = 10.0
 # Of CPU. Small schemas take 2 to 10 ms, one of 150 kB takes 50.
 QUICK_CPU_S = 0.06
 # What a trial is taken to need at least, so that a few fast ones let no endless queue in.
 LEAST_QUICK_S, LEAST_LONG_S = 0.01, 0.1
-# What one client may spend in the second lane at once, and what comes back in a second.
-MOST_CREDIT_S, CREDIT_A_SECOND_S = 5.0, 0.5
+# What one client may spend on grammars that need the second lane at once, and what comes back in a second.
+MOST_CREDIT_S, CREDIT_A_SECOND_S = 2.5, 0.25
+# Who goes on asking waits no longer than what this takes to come back.
+MOST_DEBT_S = 2 * MOST_CREDIT_S
 MOST_ASKERS = 4096
 # A client that waits for nothing yet is let wait for its turn, whatever trials take, unless so many come before it.
 FEW_TURNS = 3
@@ -57,7 +62,7 @@ class Trials(Protocol):
         """Return what is wrong with a grammar, empty when nothing is; None when nobody knows."""
         ...
 
-    def check(self, kind: str, text: str, *, cpu_seconds: float = CPU_SECONDS) -> None:
+    def check(self, kind: str, text: str, *, cpu_seconds: float = CPU_SECONDS) -> Trial:
         """Try it, in a thread."""
         ...
 
@@ -74,8 +79,8 @@ class GrammarQueue:
         self._trials = trials
         self._clock = clock
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="moewe-grammar-check")
-        self._quick = Lane(LEAST_QUICK_S, clock)
-        self._long = Lane(LEAST_LONG_S, clock, guess_s=CPU_SECONDS)
+        self._quick = Lane(LEAST_QUICK_S)
+        self._long = Lane(LEAST_LONG_S, guess_s=CPU_SECONDS)
         self._credit = Credit(clock)
         self._trying: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._promise_s = FIRST_PROMISE_S
@@ -113,25 +118,46 @@ class GrammarQueue:
             return
 
     async def _tried(self, kind: str, text: str, asker: str) -> None:
+        until = self._clock() + self._promise_s
         try:
-            until = self._clock() + self._promise_s
-            async with self._quick.place(asker, until):
-                with suppress(GrammarUndecided):
-                    return await self._in_thread(kind, text, QUICK_CPU_S)
-            self._credit.check(asker)
-            async with self._long.place(asker, until):
-                start = self._clock()
-                try:
-                    await self._in_thread(kind, text, CPU_SECONDS)
-                finally:
-                    self._credit.spend(asker, min(self._clock() - start, CPU_SECONDS))
+            trial = await self._quick_trial(kind, text, asker, until)
+            if trial is None:
+                trial = await self._long_trial(kind, text, asker, until)
         finally:
             del self._trying[kind, text]
+        if trial.problem:
+            raise GrammarError(trial.problem)
 
-    async def _in_thread(self, kind: str, text: str, cpu_seconds: float) -> None:
+    async def _quick_trial(self, kind: str, text: str, asker: str, until: float) -> Trial | None:
+        """Return what a short trial finds; None where it takes longer."""
+        async with self._quick.place(asker, until - self._clock()):
+            try:
+                trial = await self._in_thread(kind, text, QUICK_CPU_S)
+            except GrammarUndecided:
+                self._quick.took(QUICK_CPU_S)
+                self._credit.spend(asker, QUICK_CPU_S)
+                return None
+            self._quick.took(trial.cpu_seconds)
+            return trial
+
+    async def _long_trial(self, kind: str, text: str, asker: str, until: float) -> Trial:
+        self._credit.check(asker)
+        async with self._long.place(asker, until - self._clock()):
+            took_s = CPU_SECONDS  # where nobody can say
+            try:
+                trial = await self._in_thread(kind, text, CPU_SECONDS)
+                took_s = trial.cpu_seconds
+                return trial
+            finally:
+                self._long.took(took_s)
+                self._credit.spend(asker, took_s)
+
+    async def _in_thread(self, kind: str, text: str, cpu_seconds: float) -> Trial:
         loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(self._threads, lambda: self._trials.check(kind, text, cpu_seconds=cpu_seconds))
+            return await loop.run_in_executor(
+                self._threads, lambda: self._trials.check(kind, text, cpu_seconds=cpu_seconds)
+            )
         finally:
             self._promise_s = PROMISE_S
 
@@ -146,14 +172,12 @@ class Lane:
     """One place, and those who wait for it: one of each client in turn.
 
     Args:
-        least_s: what holding the place is taken to need at least.
-        clock: seconds that only grow.
-        guess_s: what it is taken to need before anybody held it.
+        least_s: CPU that a trial is taken to need at least.
+        guess_s: what it is taken to need before there was any.
     """
 
-    def __init__(self, least_s: float, clock: Callable[[], float], *, guess_s: float = 0.0) -> None:
+    def __init__(self, least_s: float, *, guess_s: float = 0.0) -> None:
         self._least_s = least_s
-        self._clock = clock
         self._took_s = max(guess_s, least_s)
         self._taken = False
         self._served = ""  # who had the last turn
@@ -164,37 +188,39 @@ class Lane:
         """Those who wait for the place."""
         return sum(map(len, self._waiting.values()))
 
+    def took(self, cpu_seconds: float) -> None:
+        """Learn from a trial how long the next ones may take."""
+        self._took_s = max(self._least_s, 0.75 * self._took_s + 0.25 * cpu_seconds)
+
     @asynccontextmanager
-    async def place(self, asker: str, until: float) -> AsyncIterator[None]:
+    async def place(self, asker: str, within_s: float) -> AsyncIterator[None]:
         """Hold the place.
 
         Args:
             asker: whose turn counts.
-            until: when holding it must be over.
+            within_s: when holding it must be over, on a machine with nothing else to do.
 
         Raises:
-            ComeLater: it would not be.
+            ComeLater: it would not be, or not even PATIENCE_S brought the turn.
         """
         if self._taken:
-            await self._wait(asker, until)
+            await self._wait(asker, within_s)
         self._taken, self._served = True, asker
-        start = self._clock()
         try:
             yield
         finally:
-            self._took_s = max(self._least_s, 0.75 * self._took_s + 0.25 * (self._clock() - start))
             self._pass_on()
 
-    async def _wait(self, asker: str, until: float) -> None:
+    async def _wait(self, asker: str, within_s: float) -> None:
         before = self._before(asker)
         wait_s = (1 + before) * self._took_s
         welcome = asker not in self._waiting and before < FEW_TURNS
-        if not welcome and self._clock() + wait_s + self._took_s > until:
+        if not welcome and wait_s + self._took_s > within_s:
             raise self._full(wait_s)
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(asker, deque()).append(turn)
         try:
-            await asyncio.wait((turn,), timeout=max(0.0, until - self._clock()))
+            await asyncio.wait((turn,), timeout=PATIENCE_S)
         except asyncio.CancelledError:
             self._give_up(asker, turn)
             raise
@@ -252,7 +278,7 @@ class Credit:
 
     def spend(self, asker: str, seconds: float) -> None:
         """Charge a client."""
-        self._debts[asker] = (self._debt(asker) + seconds, self._clock())
+        self._debts[asker] = (min(self._debt(asker) + seconds, MOST_DEBT_S), self._clock())
         self._debts.move_to_end(asker)
         while len(self._debts) > MOST_ASKERS:
             self._debts.popitem(last=False)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import sha256
 from threading import BoundedSemaphore, Lock
 
@@ -40,6 +41,19 @@ class GrammarUndecided(RuntimeError):
     """A trial met a limit below the one that counts."""
 
 
+@dataclass(frozen=True)
+class Trial:
+    """What a trial found.
+
+    Attributes:
+        problem: what is wrong with the grammar, one line; empty when nothing is.
+        cpu_seconds: what the trial took of a core, however busy the machine was; 0 where its end was known.
+    """
+
+    problem: str
+    cpu_seconds: float
+
+
 class GrammarCheck:
     """Safe to use from many threads; `close` ends the helper."""
 
@@ -62,28 +76,30 @@ class GrammarCheck:
                     return verdicts[key]
         return None
 
-    def check(self, kind: str, text: str, *, cpu_seconds: float = CPU_SECONDS) -> None:
-        """Return when a grammar can be used; may wait for others. Not for an event loop.
+    def check(self, kind: str, text: str, *, cpu_seconds: float = CPU_SECONDS) -> Trial:
+        """Say whether a grammar can be used; may wait for others. Not for an event loop.
 
         Args:
             kind, text: see `grammar_source`.
             cpu_seconds: what the trial may take; less than the default leaves it undecided there.
 
         Raises:
-            GrammarError: the grammar cannot be used; one line that says why.
             GrammarUndecided: it takes longer than `cpu_seconds`; nothing is remembered of it.
             GrammarUntried: try again later; nothing is remembered of it.
         """
-        problem = self.remembered(kind, text)
-        if problem is None:
+        known = self.remembered(kind, text)
+        if known is not None:
+            return Trial(known, 0.0)
+        try:
             source = grammar_source(kind, text)
-            with self._trials:
-                problem = self._try(source, cpu_seconds)
-            if problem == TOO_COMPLEX and cpu_seconds < CPU_SECONDS:
-                raise GrammarUndecided
-            self._remember(_key(kind, text), problem)
-        if problem:
-            raise GrammarError(problem)
+        except GrammarError as error:
+            return Trial(str(error), 0.0)
+        with self._trials:
+            trial = self._try(source, cpu_seconds)
+        if trial.problem == TOO_COMPLEX and cpu_seconds < CPU_SECONDS:
+            raise GrammarUndecided
+        self._remember(_key(kind, text), trial.problem)
+        return trial
 
     def _remember(self, key: bytes, problem: str) -> None:
         with self._lock:
@@ -97,13 +113,14 @@ class GrammarCheck:
         with self._lock:
             self._end()
 
-    def _try(self, source: str, cpu_seconds: float) -> str:
-        """Return what is wrong with a grammar; empty when nothing is."""
+    def _try(self, source: str, cpu_seconds: float) -> Trial:
         for _ in range(2):  # a helper may end between two trials, or with a trial in its hands
             answer = self._ask(source, cpu_seconds)
             if answer.startswith(STARTED):
-                verdict = answer.removeprefix(STARTED)
-                return msgspec.msgpack.decode(verdict, type=str) if verdict else TOO_COMPLEX
+                said = answer.removeprefix(STARTED)
+                if not said:
+                    return Trial(TOO_COMPLEX, cpu_seconds)
+                return Trial(*msgspec.msgpack.decode(said, type=tuple[str, float]))
         raise GrammarUntried("the helper that tries grammars ended twice")
 
     def _ask(self, source: str, cpu_seconds: float) -> bytes:

@@ -1,7 +1,8 @@
 """The process in which grammars of strangers are tried first: `python -m moewe.text.grammar_helper FD`.
 
 Not the engine's use of them. It holds no model. For every grammar it forks a child with a limit on CPU time and memory;
-the child says in one message what is wrong, or that nothing is. A child that dies says nothing, which is an answer too.
+the child says in one message what is wrong, or that nothing is, and what that took. A child that dies says nothing,
+which is an answer too.
 Units: seconds of CPU, bytes.
 """
 
@@ -13,12 +14,14 @@ import resource
 import signal
 import socket
 import sys
+import time
 
 import msgspec
 
 from .grammar import GrammarError, byte_tokens, compile_source
 
-# What a child says first: if nothing follows, it met a limit; if not even this comes, nobody tried the grammar.
+# What a child says first; then comes what is wrong, and the CPU that its trial took. If nothing follows, it met a
+# limit; if not even this comes, nobody tried the grammar.
 STARTED = b"+"
 CPU_SECONDS = 0.25
 MEMORY_BYTES = 2 << 30
@@ -71,7 +74,8 @@ def _be_child(connection: socket.socket) -> None:
             parts.append(part)
         seconds, source = msgspec.msgpack.decode(b"".join(parts), type=tuple[float, str])
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        connection.sendall(msgspec.msgpack.encode(try_grammar(source)))
+        problem = try_grammar(source)
+        connection.sendall(msgspec.msgpack.encode((problem, time.process_time())))
     finally:
         os._exit(0)
 

@@ -13,7 +13,7 @@ from moewe.server import grammar_queue
 from moewe.server.asker import ASKER, asker_of
 from moewe.server.grammar_queue import ComeLater, Credit, GrammarQueue, Lane
 from moewe.text.grammar import GrammarError
-from moewe.text.grammar_check import GrammarUndecided, GrammarUntried
+from moewe.text.grammar_check import GrammarUndecided, GrammarUntried, Trial
 from moewe.text.grammar_helper import CPU_SECONDS
 from tests.support.asking import error_of, fake, post
 from tests.support.fake_replicas import make_state
@@ -32,7 +32,7 @@ class Clock:
 class Compiler:
     """Texts with `slow` in them need the long trial, those with `bad` are refused, `late` nobody can try.
 
-    Trials wait for `go`; each takes `took` of the clock, or its limit if that is less.
+    Trials wait for `go`; each takes `took` of a core, or its limit if that is less, and `busy` times that by the clock.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -41,22 +41,22 @@ class Compiler:
         self.verdicts: dict[str, str] = {}
         self.go = threading.Event()
         self.go.set()
-        self.took = 0.01
+        self.took, self.busy = 0.01, 1.0
 
     def remembered(self, kind: str, text: str) -> str | None:
         return self.verdicts.get(text)
 
-    def check(self, kind: str, text: str, *, cpu_seconds: float = CPU_SECONDS) -> None:
+    def check(self, kind: str, text: str, *, cpu_seconds: float = CPU_SECONDS) -> Trial:
         assert self.go.wait(20)
         self.tried.append((text, cpu_seconds))
-        self.clock.now += min(self.took, cpu_seconds)
+        took = min(self.took, cpu_seconds)
+        self.clock.now += took * self.busy
         if "late" in text:
             raise GrammarUntried("nobody is there")
         if "slow" in text and cpu_seconds < CPU_SECONDS:
             raise GrammarUndecided
         self.verdicts[text] = "no" if "bad" in text else ""
-        if "bad" in text:
-            raise GrammarError("no")
+        return Trial(self.verdicts[text], took)
 
 
 async def turns() -> None:
@@ -124,14 +124,13 @@ def test_of_64_attackers_at_once_most_are_told_at_once_and_a_stranger_is_served(
 
 def test_where_trials_take_long_a_stranger_still_gets_its_turn() -> None:
     async def main() -> None:
-        clock = Clock()
-        lane = Lane(0.01, clock, guess_s=3.0)
+        lane = Lane(0.01, guess_s=3.0)
 
         async def hold(asker: str) -> str:
-            async with lane.place(asker, clock() + 1.0):
+            async with lane.place(asker, 1.0):
                 return asker
 
-        async with lane.place("a", clock() + 1.0):
+        async with lane.place("a", 1.0):
             tasks = [asyncio.ensure_future(outcome(hold(asker))) for asker in "aabbcde"]
             await turns()
             waits = [not task.done() for task in tasks]
@@ -141,9 +140,23 @@ def test_where_trials_take_long_a_stranger_still_gets_its_turn() -> None:
     asyncio.run(main())
 
 
-def test_what_waits_longer_than_promised_is_told_to_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_queue, "PROMISE_S", 0.03)
-    monkeypatch.setattr(grammar_queue, "FIRST_PROMISE_S", 60.0)
+def test_on_a_busy_machine_who_means_well_waits_and_is_not_refused() -> None:
+    async def work(queue: GrammarQueue, compiler: Compiler, _: Clock) -> None:
+        compiler.took, compiler.busy = 0.003, 40.0
+        for number in range(12):
+            assert await outcome(queue.check("json", f"before {number}", "x")) == "fine"
+        compiler.go.clear()
+        many = [asyncio.ensure_future(outcome(queue.check("json", f"good {number}", "x"))) for number in range(64)]
+        await turns()
+        assert not any(one.done() for one in many)
+        compiler.go.set()
+        assert set(await asyncio.gather(*many)) == {"fine"}
+
+    run(work)
+
+
+def test_who_gets_no_turn_at_all_is_told_to_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_queue, "PATIENCE_S", 0.03)
 
     async def work(queue: GrammarQueue, compiler: Compiler, _: Clock) -> None:
         compiler.go.clear()
@@ -156,7 +169,6 @@ def test_what_waits_longer_than_promised_is_told_to_come_later(monkeypatch: pyte
         first = asyncio.ensure_future(outcome(queue.check("json", "bad first", "x")))
         await turns()
         assert await outcome(queue.check("json", "second", "x")) == "ComeLater"  # after 0.03 s: the first does not end
-        monkeypatch.setattr(grammar_queue, "PROMISE_S", 60.0)
         assert not first.done()  # it has its place, and is answered
         compiler.go.set()
         assert await first == "GrammarError"
@@ -185,7 +197,7 @@ def test_a_client_that_spends_its_credit_waits_and_no_other_does() -> None:
         compiler.took = LONG
         found = [await outcome(queue.check("json", f"bad slow {number}", "attacker")) for number in range(80)]
         assert found[0] == "GrammarError" and "ComeLater" in found[40:]
-        queue._credit.spend("attacker", 5.0)
+        queue._credit.spend("attacker", 2.5)
         with pytest.raises(ComeLater, match="took much time") as caught:
             await queue.check("json", "bad slow again", "attacker")
         assert 9 <= caught.value.retry_after_s <= 11
@@ -199,15 +211,15 @@ def test_a_client_that_spends_its_credit_waits_and_no_other_does() -> None:
 
 def test_turns_go_round_and_who_gives_up_leaves_no_hole() -> None:
     async def main() -> None:
-        clock, order = Clock(), list[str]()
-        lane = Lane(0.01, clock)
+        order = list[str]()
+        lane = Lane(0.01)
 
         async def hold(asker: str, name: str) -> None:
-            async with lane.place(asker, clock() + 1.0):
+            async with lane.place(asker, 1.0):
                 order.append(name)
                 await asyncio.sleep(0)
 
-        async with lane.place("z", clock() + 1.0):
+        async with lane.place("z", 1.0):
             names = ("a1", "a2", "a3", "b1", "b2", "c1")
             tasks = {name: asyncio.ensure_future(hold(name[0], name)) for name in names}
             await turns()
@@ -217,12 +229,12 @@ def test_turns_go_round_and_who_gives_up_leaves_no_hole() -> None:
             assert lane.num_waiting == 5
         await asyncio.gather(*tasks.values(), return_exceptions=True)
         assert order == ["a1", "b1", "c1", "a3", "b2"] and lane.num_waiting == 0
-        async with lane.place("a", clock() + 1.0):  # free again
+        async with lane.place("a", 1.0):  # free again
             pass
         with pytest.raises(RuntimeError, match="mine"):
-            async with lane.place("a", clock() + 1.0):
+            async with lane.place("a", 1.0):
                 raise RuntimeError("mine")
-        async with lane.place("a", clock() + 1.0):
+        async with lane.place("a", 1.0):
             pass
 
     asyncio.run(main())
@@ -230,14 +242,14 @@ def test_turns_go_round_and_who_gives_up_leaves_no_hole() -> None:
 
 def test_a_turn_that_comes_to_who_is_gone_goes_on_to_the_next() -> None:
     async def main() -> None:
-        clock, held = Clock(), list[str]()
-        lane = Lane(0.01, clock)
+        held = list[str]()
+        lane = Lane(0.01)
 
         async def hold(name: str) -> None:
-            async with lane.place(name, clock() + 1.0):
+            async with lane.place(name, 1.0):
                 held.append(name)
 
-        async with lane.place("z", clock() + 1.0):
+        async with lane.place("z", 1.0):
             gone, next_one = asyncio.ensure_future(hold("gone")), asyncio.ensure_future(hold("next"))
             await turns()
         gone.cancel()  # it has been given the place, and has not run since
@@ -250,7 +262,7 @@ def test_a_turn_that_comes_to_who_is_gone_goes_on_to_the_next() -> None:
 def test_credit_forgets_old_debts_and_few_clients_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     credit = Credit(clock)
-    credit.spend("a", 7.0)
+    credit.spend("a", 3.5)
     with pytest.raises(ComeLater):
         credit.check("a")
     credit.check("b")

@@ -13,9 +13,8 @@ import psutil
 import pytest
 
 from moewe.text import grammar_check
-from moewe.text.grammar import GrammarError
-from moewe.text.grammar_check import TOO_COMPLEX, GrammarCheck, GrammarUndecided, GrammarUntried
-from moewe.text.grammar_helper import STARTED
+from moewe.text.grammar_check import TOO_COMPLEX, GrammarCheck, GrammarUndecided, GrammarUntried, Trial
+from moewe.text.grammar_helper import CPU_SECONDS, STARTED
 
 
 @pytest.fixture(scope="module")
@@ -31,22 +30,26 @@ def patterns(count: int) -> dict[str, Any]:
 
 
 def refusal(check: GrammarCheck, kind: str, text: str) -> str:
-    with pytest.raises(GrammarError) as caught:
-        check.check(kind, text)
-    return str(caught.value)
+    trial = check.check(kind, text)
+    assert trial.problem
+    return trial.problem
+
+
+def accept(check: GrammarCheck, kind: str, text: str, cpu_seconds: float = CPU_SECONDS) -> None:
+    assert check.check(kind, text, cpu_seconds=cpu_seconds).problem == ""
 
 
 def test_sound_grammars_pass(check: GrammarCheck) -> None:
-    check.check("regex", "[ab]+")
-    check.check("json_object", "")
-    check.check("choice", '["a", "b"]')
-    check.check("grammar", 'start: "a" start | ""')
-    check.check("json", json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}))
+    accept(check, "regex", "[ab]+")
+    accept(check, "json_object", "")
+    accept(check, "choice", '["a", "b"]')
+    accept(check, "grammar", 'start: "a" start | ""')
+    accept(check, "json", json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}))
 
 
 def test_what_the_kernel_must_end_is_too_complex(check: GrammarCheck) -> None:
     assert refusal(check, "json", json.dumps(patterns(17))) == TOO_COMPLEX
-    check.check("regex", "after[ab]that")
+    accept(check, "regex", "after[ab]that")
 
 
 HOSTILE = {
@@ -71,12 +74,12 @@ def test_verdicts_are_remembered_and_forgotten(monkeypatch: pytest.MonkeyPatch) 
     check = GrammarCheck()
     try:
         for _ in range(3):
-            check.check("regex", "abc")
+            accept(check, "regex", "abc")
             refusal(check, "json", '{"$ref": "#"}')
         assert check.num_trials == 2
         monkeypatch.setattr(grammar_check, "REMEMBERED", 1)
-        check.check("regex", "abcd")
-        check.check("regex", "abc")
+        accept(check, "regex", "abcd")
+        accept(check, "regex", "abc")
         assert check.num_trials == 4
     finally:
         check.close()
@@ -84,9 +87,9 @@ def test_verdicts_are_remembered_and_forgotten(monkeypatch: pytest.MonkeyPatch) 
 
 def test_refusals_push_no_sound_grammar_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     check = GrammarCheck()
-    monkeypatch.setattr(check, "_try", lambda source, cpu_seconds: "" if "abc" in source else TOO_COMPLEX)
+    monkeypatch.setattr(check, "_try", lambda source, _: Trial("" if "abc" in source else TOO_COMPLEX, 0.01))
     monkeypatch.setattr(grammar_check, "REMEMBERED", 4)
-    check.check("regex", "abc")
+    accept(check, "regex", "abc")
     for number in range(9):
         refusal(check, "regex", f"x{number}")
     assert [check.remembered("regex", f"x{number}") for number in (4, 5, 8)] == [None, TOO_COMPLEX, TOO_COMPLEX]
@@ -100,7 +103,14 @@ def test_a_trial_below_the_limit_leaves_it_open(check: GrammarCheck) -> None:
     assert check.remembered("json", text) is None
     assert refusal(check, "json", text) == TOO_COMPLEX
     assert check.remembered("json", text) == TOO_COMPLEX
-    check.check("regex", "below[ab]", cpu_seconds=0.2)
+    accept(check, "regex", "below[ab]", cpu_seconds=0.2)
+
+
+def test_a_trial_is_charged_what_it_takes_of_a_core_not_what_it_waits(check: GrammarCheck) -> None:
+    small = check.check("regex", "charged[ab]")
+    assert 0 < small.cpu_seconds < CPU_SECONDS
+    assert check.check("regex", "charged[ab]").cpu_seconds == 0  # known
+    assert check.check("json", json.dumps(patterns(15))).cpu_seconds == CPU_SECONDS  # the kernel ended it
 
 
 def test_cheap_mistakes_never_reach_the_helper() -> None:
@@ -113,12 +123,12 @@ def test_cheap_mistakes_never_reach_the_helper() -> None:
 
 def test_a_lost_helper_is_replaced_and_close_leaves_none() -> None:
     check = GrammarCheck()
-    check.check("regex", "first")
+    accept(check, "regex", "first")
     assert check._process is not None
     lost = check._process
     lost.kill()
     lost.wait()
-    check.check("regex", "second")
+    accept(check, "regex", "second")
     process = check._process
     assert process is not None and process.pid != lost.pid
     check.close()
@@ -128,7 +138,7 @@ def test_a_lost_helper_is_replaced_and_close_leaves_none() -> None:
 def test_a_verdict_that_nobody_gave_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     check = GrammarCheck()
     try:
-        check.check("regex", "first")
+        accept(check, "regex", "first")
         assert check._process is not None
         check._process.send_signal(signal.SIGSTOP)  # a helper that gets no processor
         monkeypatch.setattr(grammar_check, "PATIENCE_S", 0.2)
@@ -136,7 +146,7 @@ def test_a_verdict_that_nobody_gave_is_not_remembered(monkeypatch: pytest.Monkey
             check.check("regex", "second")
         check._process.send_signal(signal.SIGCONT)
         monkeypatch.undo()
-        check.check("regex", "second")
+        accept(check, "regex", "second")
     finally:
         check.close()
 
@@ -144,9 +154,9 @@ def test_a_verdict_that_nobody_gave_is_not_remembered(monkeypatch: pytest.Monkey
 def test_a_helper_that_ends_with_a_trial_in_its_hands_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     check = GrammarCheck()
     try:
-        answers = iter([b"", STARTED + msgspec.msgpack.encode("")])
+        answers = iter([b"", STARTED + msgspec.msgpack.encode(("", 0.01))])
         monkeypatch.setattr(check, "_ask", lambda *_: next(answers))
-        check.check("regex", "first")
+        accept(check, "regex", "first")
         answers = iter([b"", b""])
         with pytest.raises(GrammarUntried, match="twice"):
             check.check("regex", "second")
@@ -157,13 +167,10 @@ def test_a_helper_that_ends_with_a_trial_in_its_hands_is_replaced(monkeypatch: p
 
 
 def test_many_at_once(check: GrammarCheck) -> None:
-    def one(number: int) -> str:
-        try:
-            check.check("regex" if number % 3 else "json", f"x{number}" if number % 3 else '{"$ref": "#"}')
-        except GrammarError:
-            return "refused"
-        return "taken"
+    def one(number: int) -> bool:
+        trial = check.check("regex" if number % 3 else "json", f"x{number}" if number % 3 else '{"$ref": "#"}')
+        return trial.problem == ""
 
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(one, range(60)))
-    assert results == ["taken" if number % 3 else "refused" for number in range(60)]
+    assert results == [number % 3 != 0 for number in range(60)]
