@@ -16,6 +16,7 @@ using Clock = std::chrono::steady_clock;
 
 // Passes that end later only keep the machine busy for those that measure beside us and began a little later.
 constexpr double kCountedShare = 0.75;
+constexpr int kLeastPasses = 4;  // that count, however long they take
 
 inline double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
@@ -30,12 +31,13 @@ void on_fresh_team(int threads, F&& f) {
   }).join();
 }
 
-// Runs pass() on all members until `seconds` are over; returns, on member 0, how long the best counted one took. Members
-// share `going`.
+// Runs pass() on all members until `seconds` are over, and longer where that is not enough for some passes; returns, on
+// member 0, how long the best counted one took. Members share `going`.
 template <class Pass>
 double best_pass(Team& team, double seconds, bool& going, Pass&& pass) {
   const Clock::time_point begin = Clock::now();
-  double best = 0;
+  double best = 0, end = seconds;
+  int passes = 0;
   while (true) {
     team.barrier();
     const Clock::time_point start = Clock::now();
@@ -43,8 +45,11 @@ double best_pass(Team& team, double seconds, bool& going, Pass&& pass) {
     team.barrier();
     if (team.rank() == 0) {
       const double took = seconds_since(start), passed = seconds_since(begin);
-      if (best == 0 || (passed <= kCountedShare * seconds && took < best)) best = took;
-      going = passed < seconds;
+      if (++passes <= kLeastPasses || passed <= kCountedShare * seconds) {
+        best = passes == 1 ? took : std::min(best, took);
+        end = std::max(end, passed / kCountedShare);
+      }
+      going = passed < end;
     }
     team.barrier();
     if (!going) return best;

@@ -26,7 +26,7 @@ struct Part {
   int64_t mapped = 0, bytes = 0;
 
   // Untouched pages all map to one page of zeros, which would be read from cache: what time does not allow is not read.
-  void touch(int64_t wanted, double seconds) {
+  void touch(int64_t wanted, int64_t least, double seconds, double most_seconds) {
     mapped = (wanted + kPiece - 1) / kPiece * kPiece;
     void* where = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (where == MAP_FAILED) {
@@ -36,7 +36,7 @@ struct Part {
     madvise(where, mapped, MADV_HUGEPAGE);  // as packed weights are held
     base = static_cast<char*>(where);
     const Clock::time_point start = Clock::now();
-    while (bytes < mapped && (bytes == 0 || seconds_since(start) < seconds)) {
+    while (bytes < mapped && (bytes == 0 || seconds_since(start) < (bytes < least ? most_seconds : seconds))) {
       for (const int64_t end = bytes + kPiece; bytes < end; bytes += kPage) base[bytes] = 1;
     }
   }
@@ -69,16 +69,17 @@ struct Part {
 
 extern "C" {
 
-// Bytes/s that `threads` threads together read, of a buffer of about `bytes` that each touches within `fill_seconds`; what
-// they touched goes to *read_bytes. 0 when there is no memory.
-double moewe_read_rate(int threads, int64_t bytes, double fill_seconds, double seconds, int64_t* read_bytes) {
+// Bytes/s that `threads` threads together read, of a buffer of about `bytes` that each touches within `fill_seconds`, and
+// within `most_seconds` until `least` are there; what they touched goes to *read_bytes. 0 when there is no memory.
+double moewe_read_rate(int threads, int64_t bytes, int64_t least, double fill_seconds, double most_seconds, double seconds,
+                       int64_t* read_bytes) {
   using namespace moewe;
   std::vector<Part> parts(threads);
   double took = 0;
   bool going = true;
   on_fresh_team(threads, [&](Team& team) {
     Part& part = parts[team.rank()];
-    part.touch(bytes / team.size(), fill_seconds);
+    part.touch(bytes / team.size(), least / team.size(), fill_seconds, most_seconds);
     const double best = best_pass(team, seconds, going, [&] { sink = part.read(); });
     if (team.rank() == 0) took = best;
   });

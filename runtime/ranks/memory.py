@@ -55,8 +55,10 @@ def read_bandwidth(device: torch.device, num_ranks: int) -> Bandwidth:
     Measured once for the process. The ranks share the memory of a host, so each gets its share of the ceiling.
     """
     if device.type == "cpu":
-        free_bytes = 0 if os.environ.get(QUICK_VARIABLE) else available_memory_bytes() // num_ranks
-        return measure_read_bandwidth(torch.get_num_threads(), free_bytes)
+        threads = torch.get_num_threads()
+        if os.environ.get(QUICK_VARIABLE):
+            return measure_read_bandwidth(threads, 0, sharers=num_ranks, pass_seconds=_QUICK_SECONDS)
+        return measure_read_bandwidth(threads, available_memory_bytes() // num_ranks, sharers=num_ranks)
     buffer = torch.ones(_GPU_BUFFER_BYTES // 4, device=device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     best_ms = float("inf")

@@ -15,12 +15,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """What measurements were told of free memory, on a host that has 8 GiB."""
-    shares: list[int] = []
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+    """What measurements were told of free memory and of others at it, on a host that has 8 GiB."""
+    shares: list[tuple[int, int]] = []
 
-    def measure(threads: int, free_bytes: int) -> Bandwidth:
-        shares.append(free_bytes)
+    def measure(threads: int, free_bytes: int, *, sharers: int, pass_seconds: float = 1.0) -> Bandwidth:
+        shares.append((free_bytes, sharers))
         return Bandwidth(1e9, 16 << 20, cache_resident=False)
 
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 8 << 30)
@@ -31,20 +31,20 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     memory.read_bandwidth.cache_clear()
 
 
-def test_it_is_measured_once_for_the_process(asked: list[int]) -> None:
+def test_it_is_measured_once_for_the_process(asked: list[tuple[int, int]]) -> None:
     assert memory.read_bandwidth(CPU, 1) is memory.read_bandwidth(CPU, 1)
-    assert asked == [8 << 30]
+    assert asked == [(8 << 30, 1)]
 
 
-def test_ranks_that_measure_together_share_the_memory(asked: list[int]) -> None:
+def test_ranks_that_measure_together_share_the_memory(asked: list[tuple[int, int]]) -> None:
     assert memory.read_bandwidth(CPU, 1) is not memory.read_bandwidth(CPU, 4)
-    assert asked == [8 << 30, 2 << 30]
+    assert asked == [(8 << 30, 1), (2 << 30, 4)]
 
 
-def test_tests_measure_little(asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_measure_little(asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(memory.QUICK_VARIABLE, "1")
     memory.read_bandwidth(CPU, 2)
-    assert asked == [0]
+    assert asked == [(0, 2)]
 
 
 def test_the_matrix_rate_is_measured_once_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
