@@ -34,7 +34,7 @@ families:                         ## docs/families.md, after a change of models/
 	$(PYTHON) -m moewe.models.checked > docs/families.md
 
 api:                              ## docs/api.md, after a change of a field of the API
-	$(PYTHON) -m moewe.server.api_reference > docs/api.md
+	$(PYTHON) -m moewe.server.openapi.reference > docs/api.md
 
 bench:
 	@ls benchmarks/*.py

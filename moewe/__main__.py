@@ -1,6 +1,6 @@
 """`python -m moewe` and the `moewe` command.
 
-Not the command line (server/cli.py), whose imports take long enough for a Ctrl-C. Units: exit codes.
+Not the command line (server/cli/main.py), whose imports take long enough for a Ctrl-C. Units: exit codes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
     """Run the command line. Until a command has its own use for Ctrl-C, that ends the process at once."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
-    from .server.cli import main as run
+    from .server.cli.main import main as run
 
     try:
         run()

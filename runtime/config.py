@@ -1,6 +1,7 @@
 """What a user can set, as small frozen records owned by the part that they configure.
 
-Not parsing (server/cli.py, moewe/llm.py) and not resolving: `runtime.resolve` turns `auto` into numbers in new objects.
+Not parsing (server/cli/main.py, moewe/llm.py) and not resolving: `runtime.resolve` turns `auto` into numbers in new
+objects.
 Units: bytes, tokens, seconds.
 """
 

@@ -1,6 +1,6 @@
 """What other servers can be asked for and this version lacks: a name to one line that says so.
 
-Not the options that moewe has (runtime/options.py, server/cli_options.py). One table answers flags, files and `LLM`.
+Not the options that moewe has (runtime/options.py, server/flags/table.py). One table answers flags, files and `LLM`.
 No shapes; names are in lower case with dashes.
 """
 

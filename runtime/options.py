@@ -1,6 +1,6 @@
 """Flat option names (`max_model_len=4096`) to a nested `EngineConfig`, names and kinds checked.
 
-Not parsing of a command line (server/cli_values.py) and not the table of ranges (runtime/ranges.py).
+Not parsing of a command line (server/flags/values.py) and not the table of ranges (runtime/ranges.py).
 Units: as in runtime/config.py.
 """
 

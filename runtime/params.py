@@ -1,7 +1,7 @@
 """How one request wants its tokens chosen and when to end: `SamplingParams`.
 
-Not the sampler (runtime/ranks/sampler.py) and not a wire format (server/protocol.py): one object for both doors. What
-needs a model to be checked (token ids, bad words) is checked at the door (runtime/checked_params.py).
+Not the sampler (runtime/ranks/sampler.py) and not a wire format (server/protocol/requests.py): one object for both
+doors. What needs a model to be checked (token ids, bad words) is checked at the door (runtime/checked_params.py).
 Units: tokens; probabilities in [0, 1]; temperature 0 means greedy.
 """
 

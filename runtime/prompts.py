@@ -1,7 +1,7 @@
 """What every door asks of a prompt's token ids before an engine sees them, and what the tokenizer says of a model.
 
 The tokenizer, the chat template in use and the tokens that end a text are found here, once for all doors. Not lengths
-(server/intake.py, runtime/session.py: each door has its own words for them) and not sampling parameters.
+(server/intake/token_ids.py, runtime/session.py: each door has its own words for them) and not sampling parameters.
 Units: token ids, below the rows of the embedding.
 """
 

@@ -1,6 +1,6 @@
 """A model that runs for this process alone: prompts in, deltas out; what `LLM` and the terminal stand on.
 
-Not a server (server/serve.py attaches to replicas by itself) and not an engine. One thread at a time.
+Not a server (server/http/serve.py attaches to replicas by itself) and not an engine. One thread at a time.
 Units: token ids, seconds.
 """
 

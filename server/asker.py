@@ -1,6 +1,6 @@
 """Who asks: what tells the requests of one client from those of others, where work is shared out fairly.
 
-Not a right to anything (server/keys.py). Set at the door, read wherever the request is worked on.
+Not a right to anything (server/http/keys.py). Set at the door, read wherever the request is worked on.
 Units: none.
 """
 

@@ -1,6 +1,6 @@
 """What a user can set of the HTTP server; the engine's own settings are runtime.config.EngineConfig.
 
-Not parsing (server/cli.py) and not the server (server/serve.py). Units: seconds, bytes.
+Not parsing (server/cli/main.py) and not the server (server/http/serve.py). Units: seconds, bytes.
 """
 
 from __future__ import annotations

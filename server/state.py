@@ -1,6 +1,7 @@
 """What the server knows while it runs: its model, its limits, its phase and its replicas.
 
-Not the life of the process (server/serve.py) and not routes (server/http.py). One a server; the event loop owns it.
+Not the life of the process (server/http/serve.py) and not routes (server/http/app.py). One a server; the event loop
+owns it.
 Units: tokens.
 """
 

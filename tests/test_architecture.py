@@ -38,6 +38,16 @@ INNER = {
     "moe.wide_ep.exchanges": "moe.wide_ep",
     "moe.wide_ep.balancing": "moe.wide_ep",
     "models.demo": "models",
+    "server.protocol": "server",
+    "server.answers": "server",
+    "server.intake": "server",
+    "server.openapi": "server",
+    "server.http": "server",
+    "server.terminal": "server",
+    "server.flags": "server",
+    "server.commands": "server",
+    "server.cli": "server",
+    "server.client": "server",
     "server.bench": "server",
     "server.top": "server",
     "server.eval": "server",
@@ -59,6 +69,30 @@ RUNTIME_EDGES = {
     "metrics": {"plan", "messages"},
     "rebalancing": {"plan", "messages", "metrics"},
 }
+
+# The same inside the server, from the lowest up: a folder imports only from rows above its own, and the files beside
+# the folders (errors, options, hub, state ...) from no folder. A body comes in by `protocol` and `intake` and goes out
+# by `answers`; `http` joins them; commands and tools do not know `cli`, which calls them.
+SERVER_EDGES: dict[str, set[str]] = {
+    "protocol": {"errors"},
+    "answers": {"hub"},
+    "intake": {"protocol", "answers", "errors", "state", "asker", "grammar_queue"},
+    "openapi": {"protocol", "intake", "options", "state"},
+    "terminal": {"options", "state"},
+    "flags": set(),
+    "client": set(),
+    "trace": {"client", "terminal"},
+    "top": {"client", "terminal"},
+    "http": {
+        "protocol", "answers", "intake", "openapi", "terminal", "trace", "errors", "options", "hub", "state", "asker",
+        "descriptors",
+    },
+    "commands": {"http", "protocol", "terminal", "flags", "options", "state"},
+    "bench": {"commands", "client", "terminal", "flags", "descriptors"},
+    "eval": {"commands", "terminal", "flags"},
+    "cli": {"commands", "bench", "eval", "top", "trace", "terminal", "flags"},
+}  # fmt: skip
+EDGES = {"runtime": RUNTIME_EDGES, "server": SERVER_EDGES}
 
 # Folders and files that must not import torch: they decide, or they run where no device is.
 NO_TORCH = [
@@ -206,25 +240,42 @@ def test_torch_rules_name_what_exists() -> None:
         assert (ROOT / name).is_dir() if name.endswith("/") else (ROOT / name).is_file(), f"{name} matches nothing"
 
 
-@pytest.mark.parametrize("folder", RUNTIME_EDGES)
-def test_folders_of_the_runtime_import_only_what_their_row_allows(folder: str) -> None:
-    allowed = RUNTIME_EDGES[folder] | {folder}
-    files = sorted((ROOT / "runtime" / folder).rglob("*.py"))
+@pytest.mark.parametrize(("top", "folder"), [(top, folder) for top, rows in EDGES.items() for folder in rows])
+def test_folders_import_only_what_their_row_allows(top: str, folder: str) -> None:
+    allowed = EDGES[top][folder]
+    files = sorted((ROOT / top / folder).rglob("*.py"))
     assert files
     wrong, used = [], set()
     for path in files:
         for line, module in imported_modules(path):
             parts = module.split(".")
-            if parts[0] == "runtime":
+            if parts[0] == top and parts[1] != folder:
                 used.add(parts[1])
                 if parts[1] not in allowed:
                     wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
     assert not wrong, "\n".join(wrong)
-    assert RUNTIME_EDGES[folder] <= used, f"nobody needs {RUNTIME_EDGES[folder] - used}: strike it"
+    assert allowed <= used, f"nobody needs {allowed - used}: strike it"
 
 
-def test_every_folder_of_the_runtime_has_a_row() -> None:
-    assert {path.parent.name for path in (ROOT / "runtime").glob("*/__init__.py")} == set(RUNTIME_EDGES)
+@pytest.mark.parametrize("top", EDGES)
+def test_every_folder_has_a_row(top: str) -> None:
+    assert {path.parent.name for path in (ROOT / top).glob("*/__init__.py")} == set(EDGES[top])
+
+
+def test_rows_of_the_server_name_only_folders_above() -> None:
+    folders = list(SERVER_EDGES)
+    back = {name: SERVER_EDGES[name] & set(folders[folders.index(name) :]) for name in folders}
+    assert not {name: found for name, found in back.items() if found}
+
+
+def test_files_beside_the_folders_of_the_server_import_from_none() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in sorted((ROOT / "server").glob("*.py"))
+        for line, module in imported_modules(path)
+        if module.split(".")[0] == "server" and module.split(".")[1] in SERVER_EDGES
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 @each_top

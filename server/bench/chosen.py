@@ -1,6 +1,6 @@
 """From the values of flags to samples, goals and places to write; the same for all load tools.
 
-Not the table of flags (server/cli_tools.py). Units: as the flags say.
+Not the table of flags (server/cli/tools.py). Units: as the flags say.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ import msgspec
 from ...text.one_line import shorten
 from .datasets import Sample
 
-COMPLETIONS, CHAT = "completions", "chat"
 _TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
 MOST_REASON_CHARS = 200
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...runtime.params import SamplingParams
 from ...telemetry import peak_of_family
-from ..cli_local import start
-from ..cli_values import Settings
-from ..terminal import counting
+from ..commands.local import start
+from ..flags.values import Settings
+from ..terminal.bars import counting
 from .chosen import chosen_files, chosen_samples, dataset_name
 from .datasets import FIRST_ID, Prompts, Sample
 from .records import RequestRecord

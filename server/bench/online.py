@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
+from ..client.target import Target, read_extra_body, read_target
 from ..descriptors import raise_descriptor_limit
-from ..terminal import counting
+from ..terminal.bars import counting
 from .arrivals import arrival_times
 from .chosen import chosen_files, chosen_samples, chosen_tokenizer, dataset_name
 from .client import Client, connections
@@ -30,7 +31,6 @@ from .records import RequestRecord
 from .report import publish, record
 from .scrape import Watch, server_facts
 from .statistics import parse_goals, reasons, results
-from .target import Target, read_extra_body, read_target
 
 BUSY_SHARE = 0.85
 _Result = TypeVar("_Result")

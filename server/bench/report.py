@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..stdout import put
+from ..terminal.stdout import put
 from .plot import plot
 from .records import RequestRecord
 from .statistics import LATENCIES, POINTS, latencies

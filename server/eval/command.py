@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...runtime.params import MAX_LOGPROBS, SamplingParams
-from ..cli_local import start
-from ..cli_options import ENGINE_FLAGS
-from ..cli_values import Settings, convert
-from ..stdout import put
-from ..terminal import counting
+from ..commands.local import start
+from ..flags.table import ENGINE_FLAGS
+from ..flags.values import Settings, convert
+from ..terminal.bars import counting
+from ..terminal.stdout import put
 from .needles import DEPTHS, Needle, found, make_needles
 from .scores import Place, agreement, perplexity, place_of
 

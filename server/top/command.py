@@ -17,8 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from ..asking import DEFAULT_URL, NoAnswerError, server_at
-from ..stdout import put
+from ..client.asking import DEFAULT_URL, NoAnswerError, server_at
+from ..terminal.stdout import put
 from .figures import ServerFigures, figures, restarted
 from .scrape import Reading, read_server
 from .view import Lost, draw

@@ -15,7 +15,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from ...text.one_line import one_line
-from ..asking import NoAnswerError, ask
+from ..client.asking import NoAnswerError, ask
 
 TIMEOUT_S = 5.0
 MOST_BYTES = 16 << 20

@@ -1,1 +1,1 @@
-"""Step traces: the route that records one, the file that it becomes, and `moewe trace`."""
+"""Step traces: the file that one becomes, its table of shares, and `moewe trace`. The route is in server/http."""

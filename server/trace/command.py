@@ -16,9 +16,9 @@ from typing import Any
 
 from rich.console import Console
 
-from ..asking import DEFAULT_URL, NoAnswerError, ask, key_hint, server_at
-from ..bench.target import Target
-from ..stdout import put
+from ..client.asking import DEFAULT_URL, NoAnswerError, ask, key_hint, server_at
+from ..client.target import Target
+from ..terminal.stdout import put
 from .limits import LEAST_IDLE_SECONDS, MOST_IDLE_SECONDS, MOST_SECONDS, MOST_STEPS
 from .shares import Shares, engine_lines, printable, read_shares, shares_table
 

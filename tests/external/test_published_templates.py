@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from moewe.server.chat_messages import ChatMessage
+from moewe.server.protocol.chat_messages import ChatMessage
 from moewe.text import ChatTemplate
 from moewe.text.parsers import OutputFormat, OutputParser, output_format
 from tests.support.tool_templates import assistant

@@ -8,7 +8,7 @@ from moewe.runtime.messages import Delta
 from moewe.runtime.metrics.compat import STYLES
 from moewe.runtime.metrics.export import Metrics
 from moewe.runtime.metrics.table import BY_NAME
-from moewe.server.cli_serve import server_options
+from moewe.server.commands.serve import server_options
 from tests.runtime.test_metrics import ready, scrape, stats
 
 

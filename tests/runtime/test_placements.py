@@ -17,8 +17,8 @@ from moewe.runtime.placements import expert_placement, placement_note
 from moewe.runtime.ranges import moves_experts
 from moewe.runtime.resolve import resolve
 from moewe.runtime.worker_main import build_hub
-from moewe.server.cli_options import without_aliases
-from moewe.server.cli_serve import announcement
+from moewe.server.commands.serve import announcement
+from moewe.server.flags.table import without_aliases
 from moewe.topologies import RankGrid, parse_topology
 from tests.support.fixtures import checkpoint
 

@@ -16,7 +16,7 @@ from moewe.runtime.options import engine_config
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.ranks.routing_log import RoutingLog
 from moewe.runtime.recording import record_routing
-from moewe.server.cli import main
+from moewe.server.cli.main import main
 from tests.support.fixtures import checkpoint, random_prompt
 from tests.support.harness import Group, greedy
 from tests.support.native import needs_native

@@ -14,10 +14,10 @@ import httpx
 import pytest
 from starlette.routing import Route
 
-from moewe.server.cli_serve import server_options
-from moewe.server.guard import OPEN_PATHS
-from moewe.server.http import build_app, build_routes
-from moewe.server.keys import KEY_VARIABLE, MOST_FILE_BYTES, KeyCheck, gather_keys
+from moewe.server.commands.serve import server_options
+from moewe.server.http.app import build_app, build_routes
+from moewe.server.http.guard import OPEN_PATHS
+from moewe.server.http.keys import KEY_VARIABLE, MOST_FILE_BYTES, KeyCheck, gather_keys
 from moewe.server.options import ServerOptions
 from moewe.server.state import ServerState
 from tests.support.asking import fake
@@ -169,7 +169,7 @@ def test_the_time_of_a_comparison_does_not_end_at_the_first_key(monkeypatch: pyt
         compared.append((given, known))
         return real(given, known)
 
-    monkeypatch.setattr("moewe.server.keys.hmac.compare_digest", counting)
+    monkeypatch.setattr("moewe.server.http.keys.hmac.compare_digest", counting)
     check = KeyCheck([KEY, OTHER, "third"])
     for key, right in ((KEY, True), ("third", True), ("", False), ("x" * 9999, False)):
         compared.clear()

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from moewe.models.checked import CHECKED, TRANSFORMERS
-from moewe.server import cli, cli_local, cli_serve
-from moewe.server.cli_serve import bind, server_options
-from moewe.server.cli_values import Settings
-from moewe.server.terminal import printable
+from moewe.server.cli import main as cli
+from moewe.server.commands import local, serve
+from moewe.server.commands.serve import bind, server_options
+from moewe.server.flags.values import Settings
+from moewe.server.terminal.bars import printable
 
 
 def run(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -37,7 +38,7 @@ def listener() -> Iterator[socket.socket]:
 def test_help_and_version_do_not_load_torch() -> None:
     code = """
 import sys
-from moewe.server.cli import main
+from moewe.server.cli.main import main
 for words in (["--version"], ["--help"], [], ["serve", "--help"], ["chat", "-h"], ["models"]):
     print("::", words)
     try:
@@ -137,7 +138,7 @@ def test_a_port_in_use_is_known_before_anything_loads(listener: socket.socket) -
 def test_nothing_heavy_is_imported_before_the_port_is_held(listener: socket.socket) -> None:  # P-OPS-06
     code = f"""
 import sys
-from moewe.server.cli import main
+from moewe.server.cli.main import main
 try:
     main(["serve", "demo", "--port", "{listener.getsockname()[1]}"])
 except SystemExit as left:
@@ -198,13 +199,13 @@ def test_debug_shows_the_traceback(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_options_reach_their_owners(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     seen: list[Settings] = []
-    monkeypatch.setattr(cli_serve, "serve", lambda settings: seen.append(settings) or 0)
+    monkeypatch.setattr(serve, "serve", lambda settings: seen.append(settings) or 0)
     words = ["serve", "m", "--topology", "EP8DP8", "--dialect", "vllm", "--context-length", "100", "--port", "1",
              "--served-model-name", "a", "--served-model-name", "b", "--numa-bind",
              "--mem-fraction-static=0.5"]  # fmt: skip
     assert run(capfd, *words)[0] == 0
     (settings,) = seen
-    config = cli_serve.config_of(settings)
+    config = serve.config_of(settings)
     assert config.parallel.topology == "EP8DP1[adp=8,atp=1,red=0]"
     assert config.model.max_model_len == 100 and config.parallel.numa_bind
     assert config.cache.gpu_memory_utilization == 0.5
@@ -216,7 +217,7 @@ def test_exit_codes_of_commands(monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
         def chat(settings: Settings) -> int:
             raise error
 
-        monkeypatch.setattr(cli_local, "chat", chat)
+        monkeypatch.setattr(local, "chat", chat)
 
     class LostError(RuntimeError):
         exit_code = 3
@@ -230,12 +231,12 @@ def test_exit_codes_of_commands(monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
         raising(error)
         code, _, err = run(capfd, "chat", "m")
         assert code == expected and says in err and "Traceback" not in err
-    monkeypatch.setattr(cli_local, "chat", lambda settings: 3)
+    monkeypatch.setattr(local, "chat", lambda settings: 3)
     assert run(capfd, "chat", "m")[0] == 3
 
 
 def test_a_full_stdout_is_named() -> None:
-    code = "from moewe.server.stdout import put; put('y')"
+    code = "from moewe.server.terminal.stdout import put; put('y')"
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1 and "stdout cannot be written: No space left on device" in done.stderr

@@ -13,9 +13,9 @@ from rich.console import Console
 from moewe.runtime.generation_defaults import GenerationDefaults
 from moewe.runtime.messages import Delta, Loading
 from moewe.runtime.params import SamplingParams
-from moewe.server import cli_local
-from moewe.server.cli_values import Settings
-from moewe.server.terminal import LoadingBars
+from moewe.server.commands import local
+from moewe.server.flags.values import Settings
+from moewe.server.terminal.bars import LoadingBars
 
 
 class FakeSession:
@@ -62,7 +62,7 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Any:
         keyboard = io.StringIO(typed)
         monkeypatch.setattr(keyboard, "isatty", lambda: interactive, raising=False)
         monkeypatch.setattr("sys.stdin", keyboard)
-        monkeypatch.setattr(cli_local, "start", lambda settings: nullcontext(fake))
+        monkeypatch.setattr(local, "start", lambda settings: nullcontext(fake))
         return fake
 
     return prepare
@@ -70,7 +70,7 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_generate_streams_and_ends_with_a_newline(say: Any, capsys: pytest.CaptureFixture[str]) -> None:
     fake = say([" Paris", ".\x1b[2J"])
-    assert cli_local.generate(settings("France is", max_tokens=5)) == 0
+    assert local.generate(settings("France is", max_tokens=5)) == 0
     assert capsys.readouterr().out == " Paris.[2J\n"
     assert fake.prompts == ["France is"]
     assert fake.used[0].temperature == 0 and fake.used[0].max_tokens == 5
@@ -78,42 +78,42 @@ def test_generate_streams_and_ends_with_a_newline(say: Any, capsys: pytest.Captu
 
 def test_an_empty_answer_is_explained(say: Any, capsys: pytest.CaptureFixture[str]) -> None:
     say([Delta(request_id="x", finish_reason="stop")], ["word"])
-    assert cli_local.generate(settings("Who?")) == 0
+    assert local.generate(settings("Who?")) == 0
     out, err = capsys.readouterr()
     assert out == "\n" and err == "moewe: the model ended without text; for instruction models use `moewe chat`\n"
-    assert cli_local.generate(settings("Who?")) == 0
+    assert local.generate(settings("Who?")) == 0
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("prompt", [None, "-"])
 def test_generate_reads_a_pipe(say: Any, prompt: str | None) -> None:
     fake = say(["x"], typed="from\na pipe")
-    cli_local.generate(settings(prompt))
+    local.generate(settings(prompt))
     assert fake.prompts == ["from\na pipe"]
 
 
 def test_generate_without_a_prompt_on_a_terminal_is_refused(say: Any) -> None:
     say(interactive=True)
     with pytest.raises(ValueError, match="no PROMPT"):
-        cli_local.generate(settings())
+        local.generate(settings())
 
 
 def test_a_request_that_failed_is_an_error(say: Any) -> None:
     say(["a", Delta(request_id="x", finish_reason="error", error="logits are not finite")])
     with pytest.raises(ValueError, match="not finite"):
-        cli_local.generate(settings("p"))
+        local.generate(settings("p"))
 
 
 def test_chat_remembers_turns_until_cleared(say: Any, capsys: pytest.CaptureFixture[str]) -> None:
     fake = say(["one"], ["t", "wo"], ["three"], typed="a\n\nb\n/clear\nc\n/exit\nnever\n")
-    assert cli_local.chat(settings()) == 0
+    assert local.chat(settings()) == 0
     assert fake.prompts == ["u:a", "u:a|a:one|u:b", "u:c"]
     assert capsys.readouterr().out == "one\ntwo\nthree\n"
 
 
 def test_chat_on_a_terminal_shows_help_and_ends_at_eof(say: Any, capsys: pytest.CaptureFixture[str]) -> None:
     say(["hi"], typed="/help\na\n", interactive=True)
-    cli_local.chat(settings())
+    local.chat(settings())
     out = capsys.readouterr().out
     assert out.count("/clear starts over") == 2 and "hi\n" in out
 
@@ -131,19 +131,19 @@ def test_ctrl_c_at_the_prompt_drops_the_line_and_twice_leaves(
     fake = say(["hi"], interactive=True)
     monkeypatch.setattr("builtins.input", read)
     with pytest.raises(KeyboardInterrupt):
-        cli_local.chat(settings())
+        local.chat(settings())
     assert fake.prompts == ["u:a"] and list(typed) == ["never"]
     assert capsys.readouterr().out.count("(Ctrl-D leaves; so does another Ctrl-C)") == 2
 
 
 def test_an_unknown_command_is_not_sent(say: Any, capsys: pytest.CaptureFixture[str]) -> None:
     fake = say(["hi"], typed="/foo\n/usr/bin is what?\n")
-    cli_local.chat(settings())
+    local.chat(settings())
     assert "there is no /foo; commands are /clear, /help and /exit" in capsys.readouterr().err
     assert fake.prompts == ["u:/usr/bin is what?"]
 
 
-@pytest.mark.parametrize("command", [cli_local.generate, cli_local.chat])
+@pytest.mark.parametrize("command", [local.generate, local.chat])
 def test_stdin_that_is_no_text_is_named(say: Any, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     say()
     for errors in ("strict", "surrogateescape"):
@@ -155,14 +155,14 @@ def test_stdin_that_is_no_text_is_named(say: Any, monkeypatch: pytest.MonkeyPatc
 
 def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(say: Any, capsys: pytest.CaptureFixture[str]) -> None:
     fake = say(["some", KeyboardInterrupt()], ["more"], typed="a\nb\n")
-    cli_local.chat(settings())
+    local.chat(settings())
     assert "some [stopped]\nmore\n" in capsys.readouterr().out
     assert fake.prompts[1] == "u:a|a:some|u:b" and fake.left_early == 1
 
 
 def test_a_turn_that_cannot_be_answered_is_taken_back(say: Any, capsys: pytest.CaptureFixture[str]) -> None:
     fake = say([ValueError("prompt is too long")], ["fine"], typed="a\nb\n")
-    cli_local.chat(settings())
+    local.chat(settings())
     out, err = capsys.readouterr()
     assert "prompt is too long" in err and out == "fine\n"
     assert fake.prompts == ["u:a", "u:b"]
@@ -176,7 +176,7 @@ def test_chat_without_a_template_is_refused_before_a_question(say: Any, monkeypa
 
     monkeypatch.setattr(fake, "render", render)
     with pytest.raises(ValueError, match="no chat template"):
-        cli_local.chat(settings())
+        local.chat(settings())
 
 
 def test_bars_add_up_all_ranks_on_a_terminal_only() -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from moewe.server import cli, cli_tools
 from moewe.server.bench import offline, online
-from moewe.server.cli_options import ALIASES
-from moewe.server.cli_tools import TOOLS
+from moewe.server.cli import main as cli
+from moewe.server.cli import tools
+from moewe.server.cli.tools import TOOLS
+from moewe.server.flags.table import ALIASES
 
 
 def run(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -25,7 +26,7 @@ def run(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
 def test_help_loads_nothing_heavy() -> None:
     code = """
 import sys
-from moewe.server.cli import main
+from moewe.server.cli.main import main
 for words in ("bench serve", "bench throughput", "run-batch"):
     try:
         main([*words.split(), "--help"])
@@ -92,7 +93,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest
 
 
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: f"{tool.parent} {tool.name}")
-def test_flags_of_a_tool_are_its_own_and_no_alias_hides_them(tool: cli_tools.Tool) -> None:
+def test_flags_of_a_tool_are_its_own_and_no_alias_hides_them(tool: tools.Tool) -> None:
     names = [flag.name for flag in tool.flags]
     assert len(names) == len(set(names))
     assert not {f"--{name}" for name in names} & set(ALIASES)

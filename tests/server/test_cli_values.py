@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from moewe.runtime.options import engine_config, layout_config, option_names
 from moewe.runtime.params import SamplingParams
-from moewe.server.cli_options import ENGINE, HTTP, SAMPLE, SHARED, flags_of, without_aliases
-from moewe.server.cli_values import Settings, parse_bytes, read_settings
+from moewe.server.flags.table import ENGINE, HTTP, SAMPLE, SHARED, flags_of, without_aliases
+from moewe.server.flags.values import Settings, parse_bytes, read_settings
 from moewe.server.options import ServerOptions
 
 SERVE = tuple(flags_of(ENGINE, HTTP, SHARED))

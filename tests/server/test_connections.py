@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from moewe.runtime.messages import Delta
-from moewe.server.completion_answer import CompletionAnswer
+from moewe.server.answers.completion import CompletionAnswer
 from tests.support.asking import events, fake, post
 from tests.support.fake_replicas import FakeReplicas, connect, make_state, on_the_wire, tokenizer, with_server
 
@@ -30,7 +30,7 @@ async def rest(reader: asyncio.StreamReader, within: float = 5.0) -> bytes:
 
 @pytest.mark.parametrize("sent", [b"", b"GET /v1/mod", b"GET / HTTP/1.1\r\nhost: a\r\n"])
 def test_a_header_that_does_not_come_ends_the_connection(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moewe.server.connections.HEADER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("moewe.server.http.connections.HEADER_TIMEOUT_S", 0.3)
 
     async def run(client: httpx.AsyncClient) -> bytes:
         reader, writer = await connect(client)
@@ -46,7 +46,7 @@ def test_a_header_that_does_not_come_ends_the_connection(sent: bytes, monkeypatc
 
 
 def test_a_further_request_must_come_whole_too_and_a_long_answer_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moewe.server.connections.HEADER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("moewe.server.http.connections.HEADER_TIMEOUT_S", 0.3)
     slow = FakeReplicas(tokenizer(), lambda prompt: [70] * 50, pause=0.02)
 
     async def run(client: httpx.AsyncClient) -> tuple[bytes, bytes]:
@@ -90,7 +90,7 @@ def test_connections_beyond_the_limit_are_told_and_probes_are_not_refused() -> N
 
 
 def test_far_beyond_the_limit_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moewe.server.connections.MOST_TOLD", 1)
+    monkeypatch.setattr("moewe.server.http.connections.MOST_TOLD", 1)
 
     async def run(client: httpx.AsyncClient) -> bytes:
         held = [await connect(client) for _ in range(2)]
@@ -132,7 +132,7 @@ def test_what_is_no_request_gets_an_error_object_and_the_end(sent: bytes) -> Non
 
 
 def test_a_client_that_reads_nothing_is_cut_off_and_its_request_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moewe.server.connections.WRITE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("moewe.server.http.connections.WRITE_TIMEOUT_S", 0.5)
     fakes = FakeReplicas(tokenizer(), lambda prompt: [70] * 4000, pause=0.0)
     state: Any = make_state(fakes, max_model_len=4096)
 

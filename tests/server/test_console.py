@@ -9,8 +9,8 @@ import pytest
 
 from moewe.runtime.messages import Loading, Stats
 from moewe.runtime.metrics.stats import encode_counters, rank_stats
-from moewe.server.console import LoadingDisplay, StatsLine, address
 from moewe.server.options import ServerOptions
+from moewe.server.terminal.console import LoadingDisplay, StatsLine, address
 from moewe.telemetry import RankCounters
 from tests.support.fake_replicas import FakeReplicas, make_state, says, tokenizer
 

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moewe.server.cli_serve import server_options
+from moewe.server.commands.serve import server_options
 from tests.support.asking import fake
 from tests.support.fake_replicas import make_state, with_server
 

@@ -13,7 +13,8 @@ from moewe.native.cpu import Cpu
 from moewe.native.library import Outcome
 from moewe.native.matrix_rate import MatrixRate
 from moewe.native.operations import OPERATIONS
-from moewe.server import cli, doctor
+from moewe.server.cli import main as cli
+from moewe.server.commands import doctor
 from tests.support.native_sources import use_small_sources
 
 AMX = Cpu("x86_64", "New (6-143-8)", frozenset(Cpu("x86_64", "", frozenset()).missing("amx")))

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moewe.server.entry import request_id_in
+from moewe.server.http.entry import request_id_in
 from moewe.server.state import Phase, ServerState
 from moewe.telemetry.logs import JsonLines
 from tests.support.asking import HI, fake

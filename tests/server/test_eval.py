@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moewe.runtime.messages import LogprobEntry
-from moewe.server.cli import main
+from moewe.server.cli.main import main
 from moewe.server.eval.command import windows
 from moewe.server.eval.needles import DEPTHS, Needle, found, make_needles
 from moewe.server.eval.scores import Place, agreement, divergence, perplexity, place_of

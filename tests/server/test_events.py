@@ -11,10 +11,10 @@ import pytest
 
 from moewe.runtime.messages import Delta, LogprobEntry
 from moewe.runtime.params import SamplingParams
-from moewe.server.answers import Answer, Shape
-from moewe.server.chat_answer import ChatAnswer
-from moewe.server.chat_parts import Reading
-from moewe.server.completion_answer import CompletionAnswer
+from moewe.server.answers.answer import Answer, Shape
+from moewe.server.answers.chat import ChatAnswer
+from moewe.server.answers.chat_parts import Reading
+from moewe.server.answers.completion import CompletionAnswer
 from moewe.text.parsers import output_format
 from tests.support.fake_replicas import FakeReplicas, make_state, says, tokenizer
 from tests.support.tool_templates import TEMPLATES, TOOLS

@@ -12,12 +12,12 @@ import pytest
 from openai.types import chat, completion_create_params
 
 from moewe.runtime.params import SamplingParams
-from moewe.server.api_reference import reference
-from moewe.server.field_origins import DIFFERENCES, OPENAI, OPENAI_PACKAGE, VLLM_LACKS, VLLM_MORE, VLLM_OLD
-from moewe.server.field_table import CHAT_ONLY, COMPLETIONS_ONLY, IGNORED, UNSUPPORTED
-from moewe.server.openapi import document, refused_on
-from moewe.server.protocol import SAMPLING_FIELDS, ChatRequest, CompletionRequest
-from moewe.server.structured_fields import FIELDS as STRUCTURED
+from moewe.server.openapi.document import document, refused_on
+from moewe.server.openapi.field_origins import DIFFERENCES, OPENAI, OPENAI_PACKAGE, VLLM_LACKS, VLLM_MORE, VLLM_OLD
+from moewe.server.openapi.reference import reference
+from moewe.server.protocol.field_table import CHAT_ONLY, COMPLETIONS_ONLY, IGNORED, UNSUPPORTED
+from moewe.server.protocol.requests import SAMPLING_FIELDS, ChatRequest, CompletionRequest
+from moewe.server.protocol.structured_fields import FIELDS as STRUCTURED
 from tests.support.asking import HI, error_of, fake, get, post
 from tests.support.fake_replicas import CHATML, make_state
 
@@ -96,7 +96,11 @@ def test_p_api_19_lists_without_end_are_not_looked_at(field: str, value: Any, mo
     def looked(*_: Any, **__: Any) -> None:
         raise AssertionError("looked at")
 
-    for name in ("server.protocol.checked_tools", "server.protocol.asked_structure", "runtime.params._token_bias"):
+    for name in (
+        "server.protocol.requests.checked_tools",
+        "server.protocol.requests.asked_structure",
+        "runtime.params._token_bias",
+    ):
         monkeypatch.setattr(f"moewe.{name}", looked)
     response = post(make_state(fake()), "/v1/chat/completions", HI | {field: value})
     assert response.status_code == 400 and error_of(response)["param"] == field

@@ -199,7 +199,7 @@ async def everything(reader: asyncio.StreamReader) -> bytes:
 
 @pytest.mark.parametrize("drip", [False, True], ids=["a pause", "a byte now and then"])
 def test_body_that_never_comes_is_given_up(drip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moewe.server.guard.BODY_PAUSE_S", 0.3)
+    monkeypatch.setattr("moewe.server.http.guard.BODY_PAUSE_S", 0.3)
     state = make_state(replicas())
 
     async def run(client: httpx.AsyncClient) -> bytes:

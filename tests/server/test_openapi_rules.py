@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from moewe.server.openapi import document
+from moewe.server.openapi.document import document
 from tests.support.asking import error_of, fake, post
 from tests.support.fake_replicas import make_state
 

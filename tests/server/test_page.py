@@ -7,7 +7,7 @@ import re
 import httpx
 import pytest
 
-from moewe.server.page import PAGE_PATHS, POLICY
+from moewe.server.http.page import PAGE_PATHS, POLICY
 from moewe.server.state import Phase
 from tests.support.asking import fake, get
 from tests.support.fake_replicas import ask, make_state, with_server

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from moewe.server.batch_lines import LineError, read_line
-from moewe.server.http import build_app
-from moewe.server.in_process import post
-from moewe.server.run_batch import Outcome, _files, answer_all
+from moewe.server.commands.run_batch import Outcome, _files, answer_all
+from moewe.server.http.app import build_app
+from moewe.server.http.in_process import post
+from moewe.server.protocol.batch_lines import LineError, read_line
 from tests.support.asking import fake
 from tests.support.asking import post as post_over_http
 from tests.support.fake_replicas import make_state
@@ -102,7 +102,7 @@ def test_what_is_no_request(entry: Any, code: str) -> None:
 
 
 def test_a_line_without_end_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moewe.server.batch_lines.MAX_LINE_BYTES", 10)
+    monkeypatch.setattr("moewe.server.protocol.batch_lines.MAX_LINE_BYTES", 10)
     with pytest.raises(LineError, match="at most 10"):
         read_line(json.dumps(line()).encode())
 
@@ -168,7 +168,7 @@ def test_a_bug_of_a_route_is_a_500_on_its_line(monkeypatch: pytest.MonkeyPatch) 
     async def broken(state: Any, request: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("moewe.server.http.completion_intake", broken)
+    monkeypatch.setattr("moewe.server.http.app.completion_intake", broken)
     answers, _ = run([line("a", prompt="x")])
     assert answers["a"]["response"]["status_code"] == 500
 

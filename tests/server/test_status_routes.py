@@ -8,8 +8,8 @@ import numpy as np
 from moewe.runtime.messages import BalanceStats
 from moewe.runtime.metrics.ranks import ReplicaMetrics
 from moewe.runtime.plan import pack
+from moewe.server.http.topology_view import HOTTEST, hottest_experts
 from moewe.server.state import Phase
-from moewe.server.topology_view import HOTTEST, hottest_experts
 from tests.support.asking import error_of, fake, get, post
 from tests.support.fake_replicas import make_state
 

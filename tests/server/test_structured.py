@@ -9,8 +9,8 @@ import pytest
 
 from moewe.runtime.params import SamplingParams, StructuredSpec
 from moewe.server.errors import ApiError
-from moewe.server.structured import with_thinking
-from moewe.server.structured_fields import asked_structure
+from moewe.server.intake.structured import with_thinking
+from moewe.server.protocol.structured_fields import asked_structure
 from moewe.text.parsers import OutputFormat
 from tests.support.asking import HI, error_of, fake, post
 from tests.support.fake_replicas import make_state

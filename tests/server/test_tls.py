@@ -12,9 +12,9 @@ import httpx
 import pytest
 import trustme
 
-from moewe.server.cli_serve import warn_of_open_door
+from moewe.server.commands.serve import warn_of_open_door
+from moewe.server.http.tls import tls_context
 from moewe.server.options import ServerOptions
-from moewe.server.tls import tls_context
 from tests.support.asking import fake
 from tests.support.fake_replicas import make_state, with_server
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moewe.server.refused_routes import REFUSED
-from moewe.server.token_bodies import MOST_CHARACTERS, MOST_TOKENS
+from moewe.server.protocol.refused_paths import REFUSED
+from moewe.server.protocol.token_bodies import MOST_CHARACTERS, MOST_TOKENS
 from tests.support.asking import HI, error_of, fake, get, post
 from tests.support.fake_replicas import FakeReplicas, make_state, tokenizer
 

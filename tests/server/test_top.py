@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from moewe.server.asking import NoAnswerError
+from moewe.server.client.asking import NoAnswerError
 from moewe.server.top.command import Server, top
 from moewe.server.top.figures import RankFigures, ServerFigures, figures, quantile, restarted
 from moewe.server.top.scrape import Reading, parse_metrics, read_server

@@ -16,9 +16,10 @@ from rich.console import Console
 
 from moewe.runtime.messages import Traced, TracedStep
 from moewe.runtime.plan import pack
-from moewe.server.asking import NoAnswerError
+from moewe.server.client.asking import NoAnswerError
+from moewe.server.http import trace_routes
 from moewe.server.state import ServerState
-from moewe.server.trace import command, routes
+from moewe.server.trace import command
 from moewe.server.trace.chrome import TraceFacts, chrome_trace
 from moewe.server.trace.command import trace
 from moewe.server.trace.shares import engine_lines, read_shares, shares_table
@@ -213,7 +214,7 @@ def test_an_idle_server_ends_it_with_what_there_is() -> None:
 
 
 def test_no_trace_takes_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "MOST_SECONDS", 0.1)
+    monkeypatch.setattr(trace_routes, "MOST_SECONDS", 0.1)
     state, _ = tracing(Session(None))
     assert "a trace ends after" in post(state, "/v1/trace", b"").json()["otherData"]["ended_early"]
 

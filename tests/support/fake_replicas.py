@@ -28,10 +28,10 @@ from moewe.runtime.metrics.stats import encode_counters, rank_stats
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.plan import unpack
 from moewe.runtime.text_output import TextOutput
-from moewe.server.http import build_app
+from moewe.server.http.app import build_app
+from moewe.server.http.serve import http_config
 from moewe.server.hub import Hub
 from moewe.server.options import ServerOptions
-from moewe.server.serve import http_config
 from moewe.server.state import Phase, ServerState
 from moewe.telemetry import RankCounters
 from moewe.text import ChatTemplate, Tokenizer

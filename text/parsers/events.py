@@ -1,7 +1,7 @@
 """What parsers of a model's output report: text, reasoning, and calls of tools in pieces.
 
-Not a wire format (server/chat_parts.py). Adjacent events of a kind mean the same as one with the texts joined, so where
-the output was cut changes nothing.
+Not a wire format (server/answers/chat_parts.py). Adjacent events of a kind mean the same as one with the texts joined,
+so where the output was cut changes nothing.
 Units: characters; calls are counted from 0.
 """
 

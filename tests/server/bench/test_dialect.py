@@ -9,7 +9,7 @@ import pytest
 
 from moewe.server.bench.datasets import Sample
 from moewe.server.bench.dialect import Chunk, Dialect, error_message, read_chunk
-from moewe.server.bench.target import read_extra_body, read_target
+from moewe.server.client.target import read_extra_body, read_target
 
 SAMPLE = Sample(prompt=[1, 2], prompt_len=2, output_len=7)
 

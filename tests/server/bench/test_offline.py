@@ -14,7 +14,7 @@ import pytest
 from moewe.runtime.messages import Delta
 from moewe.runtime.params import SamplingParams
 from moewe.server.bench import offline
-from moewe.server.cli_values import Settings
+from moewe.server.flags.values import Settings
 
 
 class FakeSession:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from moewe.server import cli
 from moewe.server.bench.online import measure, prepare
 from moewe.server.bench.scrape import Peaks, Samples
+from moewe.server.cli import main as cli
 from tests.support.fake_openai import FakeOpenAI, answer, serving
 
 MODELS = json.dumps({"object": "list", "data": [{"id": "gull", "max_model_len": 64, "owned_by": "moewe"}]})

@@ -1,0 +1,1 @@
+"""The `moewe` command: from a command line to the command that runs."""

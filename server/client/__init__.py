@@ -1,0 +1,1 @@
+"""A running server, asked by our tools: where it is, and one answer."""

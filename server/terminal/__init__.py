@@ -1,0 +1,1 @@
+"""What commands write to the terminal: text, bars, lines for an operator."""
