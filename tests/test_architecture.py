@@ -77,11 +77,11 @@ SERVER_EDGES: dict[str, set[str]] = {
     "protocol": {"errors"},
     "answers": {"hub"},
     "intake": {"protocol", "answers", "errors", "state", "asker", "grammar_queue"},
-    "openapi": {"protocol", "intake", "options", "state"},
     "terminal": {"options", "state"},
     "flags": set(),
     "client": set(),
     "trace": {"client", "terminal"},
+    "openapi": {"protocol", "intake", "trace", "options", "state"},
     "top": {"client", "terminal"},
     "http": {
         "protocol", "answers", "intake", "openapi", "terminal", "trace", "errors", "options", "hub", "state", "asker",

@@ -66,6 +66,12 @@ def _operation(path: str, method: str, operation: Schema, schemas: Schema) -> st
     body = operation.get("requestBody")
     if body is not None:
         parts.append(f"<p>Body: {_linked(body['content']['application/json']['schema'])}</p>")
+    if parameters := operation.get("parameters"):
+        parts.append(_table(("parameter", "type", "limits", ""), [
+            (f"<code>{escape(one['name'])}</code>", escape(type_of(one["schema"])), escape(limits_of(one["schema"])),
+             _text(one["description"]))
+            for one in parameters
+        ]))  # fmt: skip
     rows = [
         (f"<code>{status}</code>", " or ".join(_linked(kind["schema"]) for kind in response["content"].values()),
          _text(response["description"]))

@@ -19,7 +19,14 @@ from ..intake.token_ids import in_thread
 from ..options import VERSION
 from ..state import ServerState
 from ..trace.chrome import TraceFacts, chrome_trace
-from ..trace.limits import LEAST_IDLE_SECONDS, MOST_IDLE_SECONDS, MOST_SECONDS, MOST_STEPS
+from ..trace.limits import (
+    DEFAULT_IDLE_SECONDS,
+    DEFAULT_STEPS,
+    LEAST_IDLE_SECONDS,
+    MOST_IDLE_SECONDS,
+    MOST_SECONDS,
+    MOST_STEPS,
+)
 from .streams import while_connected
 
 _POLL_S = 0.05
@@ -30,7 +37,9 @@ def add_trace_routes(app: FastAPI, state: ServerState) -> None:
     """Add the routes."""
 
     @app.post("/v1/trace")
-    async def record(http: Request, steps: str = "200", idle_timeout: str = "10") -> Response:
+    async def record(
+        http: Request, steps: str = str(DEFAULT_STEPS), idle_timeout: str = str(DEFAULT_IDLE_SECONDS)
+    ) -> Response:
         num_steps, idle_s = _steps(steps), _idle_timeout(idle_timeout)
         state.require_ready()
         await http.body()  # nothing is read from it, but only behind it can be heard that a client hangs up

@@ -16,6 +16,7 @@ from ..options import VERSION
 from ..protocol.field_table import CHAT_ONLY, COMPLETIONS_ONLY, IGNORED, UNSUPPORTED
 from ..protocol.requests import ChatRequest, CompletionRequest, GenerationRequest
 from ..protocol.token_bodies import Detokenize, TokenizeChat, TokenizeText
+from ..trace.limits import DEFAULT_IDLE_SECONDS, DEFAULT_STEPS, LEAST_IDLE_SECONDS, MOST_IDLE_SECONDS, MOST_STEPS
 from .answers import ANSWERS, STATUSES, Schema, ref
 from .rules import add_rules
 
@@ -138,8 +139,34 @@ def _bounded_here(schemas: dict[str, Schema], state: ServerState) -> None:
 
 def _paths() -> dict[str, dict[str, Schema]]:
     stream: Schema = {"text/event-stream": {"schema": ref("Event")}}
-    name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-    form = {"name": "format", "in": "query", "schema": {"enum": ["json", "text"]}}
+    name: Schema = {
+        "name": "model",
+        "in": "path",
+        "required": True,
+        "description": "one of the served names",
+        "schema": {"type": "string"},
+    }
+    form = _query("format", "`text` draws the map", {"enum": ["json", "text"], "default": "json"})
+    steps = _query(
+        "steps",
+        "so many steps of each replica, the next ones",
+        {
+            "type": "integer",
+            "minimum": 1,
+            "maximum": MOST_STEPS,
+            "default": DEFAULT_STEPS,
+        },
+    )
+    idle = _query(
+        "idle_timeout",
+        "seconds without a step after which a trace ends with what there is",
+        {
+            "type": "number",
+            "minimum": LEAST_IDLE_SECONDS,
+            "maximum": MOST_IDLE_SECONDS,
+            "default": DEFAULT_IDLE_SECONDS,
+        },
+    )
     plain: Schema = {"text/plain": {"schema": {"type": "string"}}}
     topology = _get("The live map of ranks and experts", "Topology", {"400", "401"}, plain)
     tokenize = {"anyOf": [ref("TokenizeText"), ref("TokenizeChat")]}
@@ -159,7 +186,7 @@ def _paths() -> dict[str, dict[str, Schema]]:
         "/v1/topology": {"get": {**topology, "parameters": [form]}},
         "/v1/trace": {
             "post": {**_get("Where the time of the next steps goes", "StepTrace", {*few, "400", "409"}),
-                     "parameters": [_query("steps", "integer", 1, 1000), _query("idle_timeout", "number", 0.1, 600)]},
+                     "parameters": [steps, idle]},
             "get": _get("How far a trace is", "TraceProgress", {"401"}),
         },
         "/health": {"get": _get("200 while the process can serve or will", "Status", set(), unready="Status")},
@@ -169,8 +196,8 @@ def _paths() -> dict[str, dict[str, Schema]]:
     }  # fmt: skip
 
 
-def _query(name: str, kind: str, least: float, most: float) -> Schema:
-    return {"name": name, "in": "query", "schema": {"type": kind, "minimum": least, "maximum": most}}
+def _query(name: str, words: str, schema: Schema) -> Schema:
+    return {"name": name, "in": "query", "description": words, "schema": schema}
 
 
 def _post(summary: str, body: Schema, answer: str, statuses: set[str], more: Schema | None = None) -> Schema:

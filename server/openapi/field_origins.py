@@ -42,7 +42,7 @@ VLLM_OLD = frozenset({
 DIFFERENCES = {
     "best_of": "OpenAI generates more and returns the best",
     "echo": "vLLM has it for chats too",
-    "logprobs": "completions: OpenAI up to 5, vLLM up to `--max-logprobs`",
+    "logprobs": "OpenAI up to 5, vLLM up to `--max-logprobs`",
     "max_completion_tokens": "with both names vLLM takes the newer one",
     "max_tokens": "vLLM's completions get 16 too",
     "model": "vLLM takes a request without it",
@@ -59,8 +59,43 @@ DIFFERENCES = {
     "tools": "beside `response_format` with `tool_choice` auto: only with models whose calls a single token opens",
 }
 
+# Of chats, where it is another than that of completions; empty: none.
+CHAT_DIFFERENCES = {
+    "logprobs": "OpenAI: of the tokens of `content`; here, as with vLLM, of every generated token, those of marks, "
+    "reasoning and calls too",
+    "max_tokens": "",
+    "top_logprobs": "vLLM up to `--max-logprobs`, and -1 for the whole vocabulary",
+}
+# Of objects inside bodies: those that are not OpenAI's, and fields that only one of the two has.
+NOT_OPENAI_OBJECTS = frozenset({"StructuredOutputs", "TokenizeText", "TokenizeChat", "Detokenize"})
+INNER_NOT_OPENAI = frozenset({
+    ("ChatMessage", "reasoning"), ("ChatMessage", "reasoning_content"), ("StreamOptions", "continuous_usage_stats"),
+})  # fmt: skip
+INNER_NOT_VLLM = frozenset({("StreamOptions", "include_obfuscation")})
+INNER_VLLM_OLD = frozenset({("ChatMessage", "reasoning_content"), ("StructuredOutputs", "disable_fallback")})
+INNER_DIFFERENCES = {
+    ("CalledFunction", "arguments"): "OpenAI: text alone",
+    ("ContentPart", "type"): "OpenAI's and vLLM's images, audio and files are not read",
+    ("Function", "strict"): "OpenAI holds calls to the schema; here `tool_choice` does that",
+    ("JsonSchemaFormat", "name"): "OpenAI and vLLM demand it",
+    ("JsonSchemaFormat", "strict"): "OpenAI keeps to it only with true",
+}
+
 
 def known_to(name: str) -> tuple[str, str]:
     """Return whether OpenAI and vLLM have a field, in words for a table."""
     vllm = name in VLLM_MORE or (name in OPENAI and name not in VLLM_LACKS)
     return "yes" if name in OPENAI else "no", "yes" if vllm else ("older" if name in VLLM_OLD else "no")
+
+
+def difference_of(name: str, *, chat: bool) -> str:
+    """Return what is different elsewhere about a field of a route, in words."""
+    return CHAT_DIFFERENCES.get(name, DIFFERENCES.get(name, "")) if chat else DIFFERENCES.get(name, "")
+
+
+def inner_known_to(schema: str, name: str) -> tuple[str, str]:
+    """Return whether OpenAI and vLLM have a field of an object inside a body, in words for a table."""
+    field = (schema, name)
+    openai = schema not in NOT_OPENAI_OBJECTS and field not in INNER_NOT_OPENAI
+    vllm = "older" if field in INNER_VLLM_OLD else ("no" if field in INNER_NOT_VLLM else "yes")
+    return "yes" if openai else "no", vllm

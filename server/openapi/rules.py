@@ -29,6 +29,11 @@ def _object(required: dict[str, Schema], optional: dict[str, Schema] | None = No
     return {"type": "object", "required": list(required), "properties": properties, **more}
 
 
+def _said(words: str, schema: Schema) -> Schema:
+    """A field with what docs/api.md and /docs say of it."""
+    return {**schema, "description": words}
+
+
 def _given(**properties: Schema) -> Schema:
     """The fields are there and look like this."""
     return {"required": list(properties), "properties": properties}
@@ -44,44 +49,71 @@ def _either(*cases: Schema) -> Schema:
 
 
 INNER: dict[str, Schema] = {
-    "ContentPart": _object({"type": {"const": "text"}, "text": _TEXT}),
+    "ContentPart": _object({
+        "type": _said("parts of other types are refused", {"const": "text"}),
+        "text": _said("joined with the others by line breaks where a template reads text alone", _TEXT),
+    }),
     "ToolCall": _object(
-        {"function": _object(
-            {"name": {"type": "string", "minLength": 1}},
-            {"arguments": {"type": ["string", "object"], "contentMediaType": "application/json"}},
-            description="`name`, and `arguments`: an object, or the JSON text of one",
+        {"function": _said("what was called", ref("CalledFunction"))},
+        {
+            "type": _said("may be missing", _FUNCTION),
+            "id": _said("which a message of role `tool` answers; reaches the template as sent", _TEXT),
+        },
+    ),
+    "CalledFunction": _object(
+        {"name": _said("that was called", {"type": "string", "minLength": 1})},
+        {"arguments": _said(
+            "the JSON text of an object, or the object; `\"\"` for none",
+            {"type": ["string", "object"], "contentMediaType": "application/json"},
         )},
-        {"type": _FUNCTION, "id": _TEXT},
     ),
     "Tool": _object({
-        "type": _FUNCTION,
-        "function": _object(
-            {"name": {"type": "string", "pattern": f"^{NAME.pattern}$"}},
-            {"description": {"type": ["string", "null"]}, "parameters": _PARAMETERS},
-            description="`name` (1 to 64 letters, digits or any of _ - . : /), `description`, `parameters` (a schema)",
-        ),
+        "type": _said("the only type", _FUNCTION), "function": _said("that the model may call", ref("Function")),
     }),
-    "NamedTool": _object({"type": _FUNCTION, "function": _object({"name": _TEXT}, description="its `name`")}),
+    "Function": _object(
+        {"name": _said("1 to 64 letters, digits or any of _ - . : /",
+                       {"type": "string", "pattern": f"^{NAME.pattern}$"})},
+        {
+            "description": _said("for the template", {"type": ["string", "null"]}),
+            "parameters": _said("a JSON schema of type `object`; gives values without quotes their types, and holds "
+                                "calls that `tool_choice` forces", _PARAMETERS),
+            "strict": _said("reaches the template as sent, and changes nothing else", {}),
+        },
+    ),
+    "NamedTool": _object({
+        "type": _said("the only type", _FUNCTION), "function": _said("that must be called", ref("NamedFunction")),
+    }),
+    "NamedFunction": _object({"name": _said("one of those in `tools`", _TEXT)}),
     "ResponseFormat": _object(
-        {"type": {"enum": list(FORMATS)}}, {"json_schema": ref("JsonSchemaFormat")}, additionalProperties=False,
+        {"type": _said("`text` asks for nothing, `json_object` for any object", {"enum": list(FORMATS)})},
+        {"json_schema": _said("with the type `json_schema`, and only there", ref("JsonSchemaFormat"))},
+        additionalProperties=False,
         **_either(
             _if_given(type={"enum": [one for one in FORMATS if one != "json_schema"]}, json_schema=False),
             _given(type={"const": "json_schema"}, json_schema={}),
         ),
     ),
     "JsonSchemaFormat": _object(
-        {"schema": _JSON_SCHEMA}, {"name": _TEXT, "description": {}, "strict": {"enum": [None, True, False]}},
+        {"schema": _said("a JSON schema, or its text; the text of the answer is an instance", _JSON_SCHEMA)},
+        {
+            "name": _said("taken without effect; may be missing", _TEXT),
+            "description": _said("taken without effect", {}),
+            "strict": _said("the text keeps to the schema either way", {"enum": [None, True, False]}),
+        },
         additionalProperties=False,
     ),
     "StructuredOutputs": _object(
         {},
         {
-            "json": {"type": ["object", "string", "boolean", "null"]},
-            "regex": {"type": ["string", "null"]},
-            "choice": {"type": ["array", "null"], "items": {"type": "string", "minLength": 1}, "minItems": 1},
-            "grammar": {"type": ["string", "null"]},
-            "json_object": {"type": ["boolean", "null"]},
-            **{name: {"enum": list(fine)} for name, fine in OPTIONS.items()},
+            "json": _said("as `guided_json`", {"type": ["object", "string", "boolean", "null"]}),
+            "regex": _said("as `guided_regex`", {"type": ["string", "null"]}),
+            "choice": _said("as `guided_choice`", {
+                "type": ["array", "null"], "items": {"type": "string", "minLength": 1}, "minItems": 1,
+            }),
+            "grammar": _said("as `guided_grammar`", {"type": ["string", "null"]}),
+            "json_object": _said("true: any JSON object", {"type": ["boolean", "null"]}),
+            **{name: _said("refused, but for values that ask for nothing", {"enum": list(fine)})
+               for name, fine in OPTIONS.items()},
         },
         additionalProperties=False,
         **_either(*(
@@ -146,7 +178,8 @@ def add_rules(schemas: dict[str, Schema]) -> None:
     for name, rules in TOGETHER.items():
         schemas[name]["allOf"] = rules
     message = schemas["ChatMessage"]["properties"]
-    message["content"]["items"] = ref("ContentPart")
+    message["content"].pop("type")
+    message["content"]["anyOf"] = [_TEXT, {"type": "array", "items": ref("ContentPart")}, _NULL]
     message["tool_calls"]["anyOf"] = [{"type": "array", "items": ref("ToolCall")}, _NULL]
     for name in ("ChatRequest", "TokenizeChat"):
         turns = schemas[name]["properties"]

@@ -20,7 +20,7 @@ class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"] = described(
         "who speaks; `developer` reaches a template that does not know it as `system`", ...
     )
-    content: Any = described("text, or a list of parts `{type: text, text}`; may be null for `assistant`",
+    content: Any = described("text, or a list of text parts; may be null or missing for `assistant`",
                              types=["string", "array", "null"])  # fmt: skip
     name: str | None = described("of the speaker, for templates that show it")
     tool_calls: list[Any] | None = described("calls of an earlier `assistant` turn")

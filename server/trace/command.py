@@ -19,10 +19,9 @@ from rich.console import Console
 from ..client.asking import DEFAULT_URL, NoAnswerError, ask, key_hint, server_at
 from ..client.target import Target
 from ..terminal.stdout import put
-from .limits import LEAST_IDLE_SECONDS, MOST_IDLE_SECONDS, MOST_SECONDS, MOST_STEPS
+from .limits import DEFAULT_IDLE_SECONDS, DEFAULT_STEPS, LEAST_IDLE_SECONDS, MOST_IDLE_SECONDS, MOST_SECONDS, MOST_STEPS
 from .shares import Shares, engine_lines, printable, read_shares, shares_table
 
-DEFAULT_STEPS, DEFAULT_IDLE_TIMEOUT = 200, 10.0
 DEFAULT_OUTPUT = "moewe-trace.json"
 MOST_BYTES = 512 << 20
 WIDTH = 100  # of the table where there is no terminal
@@ -43,7 +42,7 @@ def trace(tool: Mapping[str, Any]) -> int:
     urls = tool.get("url", (DEFAULT_URL,))
     if len(urls) != 1:
         raise ValueError(f"{len(urls)} servers are named; trace one at a time")
-    steps, idle_s = tool.get("steps", DEFAULT_STEPS), tool.get("idle_timeout", DEFAULT_IDLE_TIMEOUT)
+    steps, idle_s = tool.get("steps", DEFAULT_STEPS), tool.get("idle_timeout", DEFAULT_IDLE_SECONDS)
     if not 1 <= steps <= MOST_STEPS:
         raise ValueError(f"--steps {steps} is not allowed; use 1 to {MOST_STEPS}")
     if not LEAST_IDLE_SECONDS <= idle_s <= MOST_IDLE_SECONDS:
