@@ -26,6 +26,7 @@ class MeteredGroup:
 
     def __init__(self, group: TensorParallelGroup, scope: str) -> None:
         self._group, self._scope, self._seconds = group, SCOPES.index(scope), 0.0
+        self._largest = 0
 
     @property
     def share(self) -> HeadShare:
@@ -56,6 +57,11 @@ class MeteredGroup:
         """See `TensorParallelGroup.bytes_sent`."""
         return self._group.bytes_sent()
 
+    @property
+    def buffer_bytes(self) -> int:
+        """What this rank has held for a collective at most: its rows, and as many of each other rank."""
+        return self._largest * self.share.size
+
     def take(self) -> tuple[list[int], list[float]]:
         """Return bytes and seconds since the last call, an entry a scope."""
         num_bytes, seconds = [0] * len(SCOPES), [0.0] * len(SCOPES)
@@ -65,6 +71,7 @@ class MeteredGroup:
 
     @contextmanager
     def _timed(self, rows: torch.Tensor) -> Iterator[None]:
+        self._largest = max(self._largest, rows.nbytes)
         began = time.perf_counter()
         yield
         if rows.device.type != "cuda":

@@ -100,7 +100,7 @@ def measure(path: Path, variant: str, threads: int) -> dict[str, Any]:
         others = peak_bytes(server.process.pid) + sum(peak_bytes(process.pid) for process in processes) - rank
     finally:
         server.close()
-    weights, kv = held(metrics, "moewe_weight_bytes"), held(metrics, "moewe_kv_bytes")
+    weights, kv = held(metrics, "moewe_weight_kind_bytes"), held(metrics, "moewe_kv_bytes")
     allowed = 1.15 * (weights + kv) + 600e6
     print(
         f"{variant:>5}: rank {rank / 1e6:.0f} MB at its peak; weights {weights / 1e6:.0f} + KV {kv / 1e6:.0f}, so "

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ..native.huge_pages import map_huge
+from ..native.resident import resident_bytes
 from ..quant import SCALE_DTYPE
 from .groups import CacheGroup
 from .scaled import dequantize_heads, quantize_heads
@@ -110,6 +111,19 @@ class KVStorage:
             name = group.number_format.name
             held[name] = held.get(name, 0) + sum(tensor.nbytes for tensor in tensors)
         return held
+
+    def block_bytes(self, group: int) -> int:
+        """Return the bytes of a block of a cache group, in all of its layers."""
+        blocks = self.num_blocks[group]
+        return sum(tensor.nbytes for tensor in self._tensors[group]) // blocks if blocks else 0
+
+    def resident_bytes(self) -> int:
+        """Return how much of all groups takes memory: on a CPU pages that were written to."""
+        tensors = [tensor for tensors in self._tensors for tensor in tensors]
+        return sum(
+            resident_bytes(tensor.data_ptr(), tensor.nbytes) if tensor.device.type == "cpu" else tensor.nbytes
+            for tensor in tensors
+        )
 
     def group_of(self, layer: int) -> int:
         """Return the number of the cache group that `layer` is in."""

@@ -26,6 +26,7 @@ _FALLBACK_LLC_BYTES = 32 << 20
 # four times their size a quarter at most. Below twice their size the figure is not called one of memory.
 _WANTED_CACHES, _LEAST_CACHES = 4, 2
 _ALONE_CACHES = 1.5
+_FREE_SHARE = 8  # of the free memory one of so many parts
 # Where the machine hands out memory slowly, four times the caches are not worth a slow start, but twice are.
 _FILL_SECONDS, _MOST_FILL_SECONDS = 1.5, 15.0
 _PASS_SECONDS = 0.8
@@ -83,9 +84,14 @@ def buffer_size(llc: int, free_bytes: int, sharers: int = 1) -> int:
         >>> buffer_size(64 << 20, 16 << 30) >> 20
         256
     """
-    most = max(_MIN_BUFFER_BYTES, min(_MAX_BUFFER_BYTES, free_bytes // 8))
+    most = max(_MIN_BUFFER_BYTES, min(_MAX_BUFFER_BYTES, free_bytes // _FREE_SHARE))
     wanted = max(_WANTED_CACHES * llc // sharers, int(_ALONE_CACHES * llc))
     return max(_MIN_BUFFER_BYTES, min(wanted, most))
+
+
+def least_free_bytes(llc: int) -> int:
+    """Return how much memory must be free so that a buffer is not called one of caches."""
+    return _FREE_SHARE * _LEAST_CACHES * llc
 
 
 def measure_read_bandwidth(

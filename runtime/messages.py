@@ -156,7 +156,10 @@ class Ready(Message, frozen=True, kw_only=True):
 
 
 class CounterRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Cumulative counters of one rank: telemetry.RankCounters, flattened row-major (runtime/metrics/stats.py)."""
+    """Cumulative counters of one rank: telemetry.RankCounters, flattened row-major (runtime/metrics/stats.py).
+
+    `memory` is what it holds now, bytes, an entry for each of telemetry.MEMORY_PARTS; empty where that is not known.
+    """
 
     bytes_moved: bytes
     flops: bytes
@@ -173,6 +176,7 @@ class CounterRecord(msgspec.Struct, frozen=True, kw_only=True):
     unowned_ids: int
     waited_seconds: float
     measured_bytes: float
+    memory: tuple[int, ...] = ()
 
 
 class RankStats(CounterRecord, frozen=True, kw_only=True):

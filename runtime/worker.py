@@ -7,9 +7,9 @@ Shapes: T rows of this rank in the step, K of them sampled, S slots; logits [K, 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,15 +25,14 @@ from ..models.loading import LoadOptions, load_weights
 from ..models.weights import bytes_by_kind
 from ..moe.wide_ep.exchanges import Exchange
 from ..moe.wide_ep.placement import ExpertPlacement
-from ..native.gpu_counters import GpmCounter
 from ..native.library import set_threads
 from ..quant import can_pack, parse_format, parse_kv_format, weight_scheme
 from ..telemetry import RankCounters, RankProgress, StepClock
 from ..telemetry.step_marks import HEAD, SAMPLING, WAIT
 from .config import EngineConfig
+from .counter_reports import CounterReports
 from .kv_layout import kv_layout, step_limits
 from .messages import KVAllocated, Loaded
-from .metrics.stats import encode_counters
 from .plan import (
     FINISH_ERROR,
     Admission,
@@ -50,8 +49,9 @@ from .ranges import moves_experts
 from .ranks.batch import StepRows, WorkerBatch
 from .ranks.choice import Choice, agree
 from .ranks.finish import Committed
+from .ranks.held_memory import HeldMemory
 from .ranks.logit_edits import LogitEdits, edited
-from .ranks.memory import blocks_that_fit, matrix_rates, memory_counter, read_bandwidth
+from .ranks.memory import blocks_that_fit, matrix_rates, memory_counter, read_bandwidth, resident_on
 from .ranks.metered import metered
 from .ranks.reports import chosen_logprobs, prompt_logprobs
 from .ranks.routing_log import RoutingLog
@@ -61,7 +61,6 @@ from .ranks.step_inputs import InputBuilder, StepInputs
 from .ranks.step_way import begin_step
 from .rebalancing.rank_moves import RankMoves
 
-COUNTERS_EVERY_S = 0.25
 WARM_UP_TOKENS = 8
 WARM_UP_STEPS = (-2, -1)
 
@@ -121,7 +120,7 @@ class Worker:
         self.device = torch.device(config.parallel.device)
         self.counters = RankCounters(len(self.model_config.moe_layers), placement.num_local_slots(rank))
         self._clock = StepClock(self.counters)
-        self._gpu_counter: GpmCounter | None = None
+        self._reports = CounterReports(self.counters)
         self.observer: Observer | None = None
         self.routing_log: RoutingLog | None = None
         self.moves: RankMoves | None = None
@@ -134,8 +133,6 @@ class Worker:
         self._storage: KVStorage | None = None
         self._batch: WorkerBatch | None = None
         self._scan_logits, self._scan_hidden = RowScanner(), RowScanner()
-        self._counters_sent = 0.0
-        self._counters_due = False
         self._next_step = WARM_UP_STEPS[0]
 
     @property
@@ -175,6 +172,7 @@ class Worker:
             share=self._share,
         )
         report = load_weights(Path(options.path), self.model_config, how, on_progress=self._on_loading)
+        self._weight_bytes = report.bytes_held
         self._decoder = Decoder(
             self._own_config,
             report.weights,
@@ -220,6 +218,10 @@ class Worker:
             groups=[(group.kind, group.window) for group in layout.groups],
         )
         self._inputs = InputBuilder(self._batch, self.device, self.number_format, self._long_from)
+        self._reports.held = HeldMemory(
+            self._weight_bytes, self._storage, self._batch, self._exchange, self._ranks,
+            resident=partial(resident_on, self.device),
+        )  # fmt: skip
         self._warm_up()
         measured = read_bandwidth(self.device, self.num_ranks)
         allocated = KVAllocated(
@@ -229,7 +231,7 @@ class Worker:
             matrix_rates=matrix_rates(self.device, self.num_ranks),
             kv_bytes=self._storage.bytes_by_format(),
         )
-        self._gpu_counter = memory_counter(self.device)  # from here on: no loading and no measuring is in it
+        self._reports.gpu = memory_counter(self.device)  # from here on: no loading and no measuring is in it
         return allocated
 
     @torch.inference_mode()
@@ -281,7 +283,7 @@ class Worker:
         none_ended = not outcome.flags.any()
         goes_on = (none_ended and bool(rows.sample_slots.size)) or bool(self.batch.num_running)
         busy = self._clock.end(goes_on=goes_on)
-        counters = self._due_counters(goes_on, at_once=header.counts)
+        counters = self._reports.after_step(goes_on=goes_on, at_once=header.counts)
         marks = made.packed() if made is not None else b""
         if not self._share.is_first:  # the first of the attention replica tells what became of its sequences
             return RankResult(step=header.step, num_rows=num_rows, busy_seconds=busy, counters=counters, marks=marks)
@@ -324,7 +326,7 @@ class Worker:
 
     def late_counters(self) -> bytes:
         """Return the counters when some of them have not gone out with a result; else nothing."""
-        return self._encoded_counters() if self._counters_due else b""
+        return self._reports.late()
 
     def _check_header(self, header: StepHeader) -> None:
         begin_step(self._exchange, header, self.rank)
@@ -364,19 +366,6 @@ class Worker:
             flags = np.concatenate([flags, np.full(silent.size, FINISH_ERROR, np.uint8)])
         return _Outcome(slots=slots, tokens=tokens[kept.counts > 0], counts=counts, flags=flags)
 
-    def _due_counters(self, goes_on: bool, *, at_once: bool) -> bytes:
-        """Return the counters every quarter second, when nothing runs any more (else it `goes_on`), and `at_once`."""
-        self._counters_due = True
-        if not at_once and time.monotonic() - self._counters_sent < COUNTERS_EVERY_S and goes_on:
-            return b""
-        return self._encoded_counters()
-
-    def _encoded_counters(self) -> bytes:
-        self._counters_sent, self._counters_due = time.monotonic(), False
-        if self._gpu_counter is not None:
-            self.counters.measured_bytes += self._gpu_counter.take()
-        return encode_counters(self.counters)
-
     def _warm_up(self) -> None:
         num_tokens = max(1, min(WARM_UP_TOKENS, self.config.cache.block_size - 1))
         sampling = SamplingState(temperature=1.0, top_p=0.9, top_k=0, seed=0, num_logprobs=-1, eos_token_ids=())
@@ -397,4 +386,4 @@ class Worker:
             self.storage.zero_blocks(range(blocks), group)
         self.counters.clear()
         self._clock = StepClock(self.counters)  # so that waiting for the first request is not waiting for a plan
-        self._counters_due = False
+        self._reports.forget()

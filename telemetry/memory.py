@@ -1,15 +1,19 @@
-"""How much memory processes have held at most, as Linux tells it in /proc; nothing where /proc is not.
+"""How much memory processes hold and have held at most, as Linux tells it in /proc; nothing where /proc is not.
 
 Not GPU memory and not a budget (topologies/budget.py). Units: bytes. Pages that processes share count once for each.
 """
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
+# What a rank holds: weights; KV with tokens in it, KV granted to requests and not filled yet, KV that nobody has; rows
+# under way between ranks; whatever else its process holds.
+MEMORY_PARTS = ("weights", "kv_used", "kv_reserved", "kv_free", "exchange", "other")
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,14 @@ def process_memory(pid: int | str, proc: Path = PROC) -> ProcessMemory | None:
         fields = dict(line.split(":", 1) for line in lines if ":" in line)
         return ProcessMemory(int(fields["PPid"]), int(fields["VmHWM"].split()[0]) * 1024)
     except (OSError, KeyError, ValueError):
+        return None
+
+
+def resident_of(pid: int | str = "self", proc: Path = PROC) -> int | None:
+    """Return what a process has in memory now, shared pages included; None when it is not known."""
+    try:
+        return int((proc / str(pid) / "statm").read_text().split()[1]) * resource.getpagesize()
+    except (OSError, IndexError, ValueError):
         return None
 
 

@@ -135,10 +135,10 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 (_rate("moewe_memory_bytes_total", "component"), "{{component}}"),
             )),
             Panel("Ceilings", "Bps", (
-                (f"moewe_memory_bandwidth_ceiling_bytes_per_second{{{_ONE}}}", "{{replica}}.{{rank}}"),
+                (f"moewe_memory_bandwidth_ceiling_bytes_per_second{{{_ONE}}}", "{{replica}}"),
             )),
             Panel("Matrix rate in cache", "short", (
-                (f"moewe_matrix_rate_ceiling_operations_per_second{{{_ONE}}}", "{{replica}}.{{rank}} {{format}}"),
+                (f"moewe_matrix_rate_ceiling_operations_per_second{{{_ONE}}}", "{{replica}} {{format}}"),
             )),
             Panel("Counted beside measured by the GPU", "Bps", (
                 (_rate("moewe_measured_memory_bytes_total", "replica", "rank"), "measured {{replica}}.{{rank}}"),
@@ -150,7 +150,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 (_rate("moewe_busy_seconds_total", "replica", "rank"), "{{replica}}.{{rank}}"),
             )),
             Panel("Weights fit the cache", "short", (
-                (f"moewe_cache_resident{{{_ONE}}}", "{{replica}}.{{rank}}"),
+                (f"moewe_cache_resident{{{_ONE}}}", "{{replica}}"),
             )),
         ),
     ),
@@ -171,8 +171,11 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 (f"sum by (instance, kind, format) (moewe_weight_kind_bytes{{{_ONE}}})", "{{kind}} {{format}}"),
                 (f"sum by (instance, format) (moewe_kv_bytes{{{_ONE}}})", "KV {{format}}"),
             )),
-            Panel("Weights of a rank", "bytes", (
-                (f"moewe_weight_bytes{{{_ONE}}}", "{{replica}}.{{rank}}"),
+            Panel("Memory of ranks by part", "bytes", (
+                (f"sum by (instance, part) (moewe_rank_memory_bytes{{{_ONE}}})", "{{part}}"),
+            )),
+            Panel("KV of a rank with tokens in it", "bytes", (
+                (f"moewe_rank_memory_bytes{{{_ONE},part=\"kv_used\"}}", "{{replica}}.{{rank}}"),
             )),
             Panel("Peak host memory", "bytes", (
                 (f"moewe_peak_memory_bytes{{{_ONE}}}", "all processes"),
@@ -255,7 +258,7 @@ ALERTS = (
           "The host is too slow: more cores for the server, or fewer processes beside it."),
     Alert("MoeweMemorySaturated",
           'moewe_memory_saturation_ratio{phase="decode"} > 0.9 '
-          "unless on (instance, replica, rank) moewe_cache_resident == 1",
+          "unless on (instance, replica) moewe_cache_resident == 1",
           "15m", "warning", "{{ $labels.instance }}: decode of rank {{ $labels.rank }} is at the ceiling of memory",
           "Nothing is wrong; more tokens/s need fewer bytes (int8, int4, fp8 KV) or more ranks and replicas."),
 )  # fmt: skip

@@ -51,9 +51,9 @@ RANK_METRICS = (
         "Near 1 with requests waiting, KV binds: `--kv-cache-dtype fp8`, more memory, more ranks.",
     ),
     Metric(
-        "moewe_kv_bytes", "gauge", (*_RANK, "format"), "bytes",
-        "The pool of KV blocks by number format, with its scales.",
-        "A part of the memory of a rank; `--kv-cache-dtype` and `--gpu-memory-utilization` change it.",
+        "moewe_kv_bytes", "gauge", ("replica", "format"), "bytes",
+        "The pools of KV blocks of all ranks by number format, with their scales.",
+        "A part of the memory of ranks; `--kv-cache-dtype` and `--gpu-memory-utilization` change it.",
     ),
     Metric(
         "moewe_steps_total", "counter", _PHASE, "steps",
@@ -116,13 +116,12 @@ RANK_METRICS = (
         "`kv` leads: long contexts. `dense` leads in decode: the head, over a large vocabulary.",
     ),
     Metric(
-        "moewe_memory_bandwidth_ceiling_bytes_per_second", "gauge", _RANK, "bytes/second",
-        "Reading speed that all ranks of the replica reached together at start, over their number: the same for "
-        "each.",
+        "moewe_memory_bandwidth_ceiling_bytes_per_second", "gauge", ("replica",), "bytes/second",
+        "Reading speed of a rank: what all ranks of the replica reached together at start, over their number.",
         "Nothing. Lower than the machine's others: memory channels, NUMA, a neighbour that reads too.",
     ),
     Metric(
-        "moewe_matrix_rate_ceiling_operations_per_second", "gauge", (*_RANK, "format"), "operations/second",
+        "moewe_matrix_rate_ceiling_operations_per_second", "gauge", ("replica", "format"), "operations/second",
         "The same of matrix products in cache, by number `format`; a multiplication and an addition are two. Native "
         "kernels only.",
         "Nothing. Lower than the machine's others: clocks, instructions that are missing (`moewe doctor`).",
@@ -166,15 +165,22 @@ RANK_METRICS = (
         " `red=`. `queue`: more seats, KV or replicas. `idle`: fewer replicas.",
     ),
     Metric(
-        "moewe_cache_resident", "gauge", _RANK, "1",
-        "1 when the weights of all ranks of the replica together fit the host's last-level cache, or the ceiling was"
-        " measured in a cache: the saturation ratio then says nothing about memory.",
-        "At 1, ignore `moewe_memory_saturation_ratio`: this model is too small for it.",
+        "moewe_cache_resident", "gauge", ("replica",), "1",
+        "1 when the weights of all ranks of the replica together fit the host's last-level caches, or the ceiling was"
+        " measured over less than twice those: the saturation ratio then says nothing about memory.",
+        "At 1, ignore `moewe_memory_saturation_ratio`: this model is too small for it, or too little memory was free "
+        "at start (`moewe doctor`).",
     ),
     Metric(
-        "moewe_weight_bytes", "gauge", _RANK, "bytes",
-        "Weights that the rank holds.",
-        "Lower formats (`--quantization`), more ranks in a group.",
+        "moewe_rank_memory_bytes", "gauge", (*_RANK, "part"), "bytes",
+        "What the rank holds by `part`: `weights`; of its pool of KV what has tokens in it (`kv_used`), what requests "
+        "were granted beyond that (`kv_reserved`) and what nobody has (`kv_free`); rows on their way between ranks "
+        "(`exchange`); and whatever else of its process, or of its GPU, is in memory (`other`; pages of the pool that "
+        "were never written take none).",
+        "`weights`: lower formats (`--quantization`), more ranks in a group. `kv_used` with `kv_free` near 0: "
+        "`--kv-cache-dtype fp8`, fewer seats. `kv_reserved`: many short requests, each with a block that is not full. "
+        "`exchange`: a smaller `--max-num-batched-tokens`. `other`: a one-rank replica has its engine in it; beyond "
+        "some GB, other programs on the GPU, or a leak.",
     ),
     Metric(
         "moewe_weight_kind_bytes", "gauge", ("replica", "kind", "format"), "bytes",

@@ -7,13 +7,14 @@ Units: bytes, operations, seconds, tokens, blocks; ratios are fractions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ...moe.wide_ep.balancing import SlotWindow
-from ...telemetry import COMPONENTS, PHASES, SCOPES, RankCounters
+from ...telemetry import COMPONENTS, MEMORY_PARTS, PHASES, SCOPES, RankCounters
 from ..messages import BalanceStats, RankStats, Ready, Stats
 from .bound import BOUNDS, GroupSums, RankCeilings, RankSums, Verdict, judge, judge_all
 from .saturation import expert_imbalance, memory_bytes, s_mbu, s_mfu
@@ -100,14 +101,15 @@ class ReplicaMetrics:
             self._baseline, self._mark = self._mark, reading
         self._judge()
 
-    def ceiling(self, rank: int) -> float:
-        """Return the reading speed of a rank, bytes/s; 0 when unknown.
+    @property
+    def ceiling(self) -> float:
+        """The reading speed of a rank, bytes/s; 0 when unknown.
 
         All ranks read together when it was measured, so each has an equal share of what they reached: what one got
         more than another is chance of a busy machine, and ranks could not be compared.
         """
         bandwidth = self.ready.memory_bandwidth if self.ready else ()
-        return sum(bandwidth) / len(bandwidth) if rank < len(bandwidth) else 0.0
+        return sum(bandwidth) / len(bandwidth) if bandwidth else 0.0
 
     def matrix_rates(self) -> dict[str, float]:
         """Return the rate of products of a rank by number format, operations/s, equal shares as in `ceiling`."""
@@ -127,7 +129,7 @@ class ReplicaMetrics:
 
     def ceilings(self) -> RankCeilings | None:
         """Return what a rank can do at best; None where something is not known."""
-        bandwidth, matrix_rate = self.ceiling(0), self.matrix_rate
+        bandwidth, matrix_rate = self.ceiling, self.matrix_rate
         if bandwidth <= 0 or matrix_rate <= 0:
             return None
         resident = any(rank.cache_resident for rank in self.ranks)
@@ -136,12 +138,7 @@ class ReplicaMetrics:
     def saturation(self) -> np.ndarray:
         """Return S-MBU in the window, [rank, phase]."""
         moved, busy = self._gains("bytes_moved"), self._gains("busy_seconds")
-        return np.array(
-            [
-                [s_mbu(*sums, self.ceiling(stats.rank)) for sums in zip(memory_bytes(m), b)]
-                for stats, m, b in zip(self.ranks, moved, busy)
-            ]
-        )
+        return np.array([[s_mbu(*sums, self.ceiling) for sums in zip(memory_bytes(m), b)] for m, b in zip(moved, busy)])
 
     def compute_saturation(self) -> np.ndarray:
         """Return S-MFU in the window, [rank, phase]."""
@@ -154,7 +151,7 @@ class ReplicaMetrics:
         for i, counters in enumerate(self.counters):
             earlier = since[i] if i < len(since) else RankCounters(0, 0)
             moved += float((memory_bytes(counters.bytes_moved) - memory_bytes(earlier.bytes_moved)).sum())
-            busy += float((counters.busy_seconds - earlier.busy_seconds).sum()) * self.ceiling(self.ranks[i].rank)
+            busy += float((counters.busy_seconds - earlier.busy_seconds).sum()) * self.ceiling
         return s_mbu(moved, busy, 1.0)
 
     def sums(self) -> GroupSums:
@@ -222,22 +219,19 @@ class ReplicaMetrics:
             if self.stats.balance is not None:
                 yield from self._balance_samples(self.stats.balance)
         if self.ready is not None:
-            for rank, held in enumerate(self.ready.weight_bytes):
-                labels = (replica, str(rank))
-                yield "moewe_weight_bytes", labels, held
-                yield "moewe_memory_bandwidth_ceiling_bytes_per_second", labels, self.ceiling(rank)
-                for name, rate in self.matrix_rates().items():
-                    yield "moewe_matrix_rate_ceiling_operations_per_second", (*labels, name), rate
+            yield "moewe_memory_bandwidth_ceiling_bytes_per_second", (replica,), self.ceiling
+            for name, rate in self.matrix_rates().items():
+                yield "moewe_matrix_rate_ceiling_operations_per_second", (replica, name), rate
             for rank, slots in enumerate(self.ready.expert_slots):
                 yield "moewe_expert_slots", (replica, str(rank)), slots
-            for name in dict.fromkeys(name for kinds in self.ready.weight_kinds for name in kinds):
-                total = sum(kinds.get(name, 0) for kinds in self.ready.weight_kinds)
-                yield "moewe_weight_kind_bytes", (replica, *name.split("/")), total
-            for rank, pool in enumerate(self.ready.kv_bytes):
-                for name, held in pool.items():
-                    yield "moewe_kv_bytes", (replica, str(rank), name), held
+            for name, held in _added_up(self.ready.weight_kinds).items():
+                yield "moewe_weight_kind_bytes", (replica, *name.split("/")), held
+            for name, held in _added_up(self.ready.kv_bytes).items():
+                yield "moewe_kv_bytes", (replica, name), held
         for stats, counters in zip(self.ranks, self.counters):
             yield from self._rank_samples(stats, counters)
+        if self.ranks:
+            yield "moewe_cache_resident", (replica,), float(any(rank.cache_resident for rank in self.ranks))
         memory, compute = self.saturation(), self.compute_saturation()
         for i, stats in enumerate(self.ranks):
             for p, phase in enumerate(_WORKING):
@@ -299,12 +293,15 @@ class ReplicaMetrics:
         yield "moewe_kv_blocks_used", labels, stats.used_blocks
         yield "moewe_kv_blocks", labels, stats.total_blocks
         yield "moewe_kv_usage_ratio", labels, stats.used_blocks / stats.total_blocks if stats.total_blocks else 0.0
-        yield "moewe_cache_resident", labels, float(stats.cache_resident)
+        for part, held in zip(MEMORY_PARTS, stats.memory):
+            yield "moewe_rank_memory_bytes", (*labels, part), held
         yield "moewe_expert_tokens_total", labels, float(counters.expert_tokens.sum())
         yield "moewe_unowned_expert_ids_total", labels, stats.unowned_ids
+        timed = counters.exchange_seconds.any()  # the host's clock says nothing about a GPU
         for s, scope in enumerate(SCOPES):
             yield "moewe_exchange_bytes_total", (*labels, scope), float(counters.exchange_bytes[s])
-            yield "moewe_exchange_seconds_total", (*labels, scope), float(counters.exchange_seconds[s])
+            if timed:
+                yield "moewe_exchange_seconds_total", (*labels, scope), float(counters.exchange_seconds[s])
         yield "moewe_host_seconds_total", labels, float(counters.host_seconds.sum())
         yield "moewe_starved_seconds_total", labels, float(counters.starved_seconds.sum())
         for component in _FLOP_COMPONENTS:
@@ -318,3 +315,11 @@ class ReplicaMetrics:
             for component in _HELD_COMPONENTS:
                 if amount := float(counters.bytes_moved[p, COMPONENTS.index(component)]):
                     yield "moewe_memory_bytes_total", (*labels, phase, component), amount
+
+
+def _added_up(ranks: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
+    """Return the sums over ranks by name, in the order in which names come."""
+    total: Counter[str] = Counter()
+    for rank in ranks:
+        total.update(rank)
+    return total

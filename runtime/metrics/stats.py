@@ -18,8 +18,8 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(CounterRecord)
 
 
-def encode_counters(counters: RankCounters) -> bytes:
-    """Return `counters` as bytes for `RankResult.counters` (worker side)."""
+def encode_counters(counters: RankCounters, memory: tuple[int, ...] = ()) -> bytes:
+    """Return `counters`, and what the rank holds (see `CounterRecord`), as bytes for `RankResult.counters`."""
     return _ENCODER.encode(
         CounterRecord(
             bytes_moved=pack(counters.bytes_moved, "<i8"),
@@ -37,6 +37,7 @@ def encode_counters(counters: RankCounters) -> bytes:
             unowned_ids=counters.unowned_ids,
             waited_seconds=counters.waited_seconds,
             measured_bytes=counters.measured_bytes,
+            memory=memory,
         )
     )
 

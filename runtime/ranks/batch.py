@@ -123,6 +123,7 @@ class WorkerBatch:
         self.sequence_ids = np.full(num_slots, FREE, np.int64)
         self.block_table = np.full((len(groups), num_slots, self.max_blocks), FREE, np.int32)  # -1 where never granted
         self.first_block = np.zeros((len(groups), num_slots), np.int64)  # entries before it are stale
+        self.end_block = np.zeros((len(groups), num_slots), np.int64)  # one behind the last that was granted
         self.num_tokens = np.zeros(num_slots, np.int64)  # known tokens, the last one sampled included
         self.num_computed_tokens = np.zeros(num_slots, np.int64)
         self.max_length = np.zeros(num_slots, np.int64)
@@ -146,6 +147,7 @@ class WorkerBatch:
         if plan.grants:
             grants = unpack(plan.grants).reshape(-1, 4)  # (group, slot, index, block)
             self.block_table[grants[:, 0], grants[:, 1], grants[:, 2]] = grants[:, 3]
+            np.maximum.at(self.end_block, (grants[:, 0], grants[:, 1]), grants[:, 2] + 1)
         for group, (kind, window) in enumerate(self.groups):
             if window:  # what the next row cannot see was freed with this plan, and may be granted to others in it
                 visible = first_visible_rows(kind, window, self.num_computed_tokens)
@@ -278,6 +280,12 @@ class WorkerBatch:
         held: np.ndarray = row[row != FREE]
         return held.astype(np.int64)
 
+    def kv_in_use(self, group: int) -> tuple[int, int]:
+        """Return how many blocks of `group` sequences hold, and for how many tokens there is KV in them."""
+        first, end = self.first_block[group], self.end_block[group]
+        blocks, tokens = end - first, self.num_computed_tokens - first * self.block_size
+        return int(np.maximum(blocks, 0).sum()), int(np.maximum(tokens, 0).sum())
+
     @property
     def num_running(self) -> int:
         """Sequences that this worker would still run."""
@@ -300,6 +308,8 @@ class WorkerBatch:
             owners = held & ~self.finished[:, None] if window else held
             ids = self.block_table[group][owners]
             assert np.unique(ids).size == ids.size, "a block belongs to two sequences"
+            ends = ((self.block_table[group] != FREE) * (places + 1)).max(1)
+            assert (self.end_block[group] == ends).all(), "granted blocks were miscounted"
             enough = (first + held.sum(1)) * self.block_size >= self.num_computed_tokens
             assert enough[~free].all(), "tokens in KV without a block"
 
@@ -316,6 +326,7 @@ class WorkerBatch:
     def _release(self, slots: np.ndarray) -> None:
         self.sequence_ids[slots] = FREE
         self.block_table[:, slots] = FREE
+        self.end_block[:, slots] = 0
         self.decoding[slots] = False
         self.finished[slots] = False
         self.num_tokens[slots] = 0

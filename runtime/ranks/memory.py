@@ -17,6 +17,7 @@ from ...native.bandwidth import Bandwidth, measure_read_bandwidth
 from ...native.gpu_counters import GpmCounter, open_counter
 from ...native.matrix_rate import measure_matrix_rate
 from ...quant import NumberFormat, parse_kv_format
+from ...telemetry import resident_of
 from ...topologies import byte_budget, parse_topology
 from ...topologies.hardware import available_memory_bytes
 from ..config import EngineConfig
@@ -69,6 +70,14 @@ def read_bandwidth(device: torch.device, num_ranks: int) -> Bandwidth:
         end.synchronize()
         best_ms = min(best_ms, start.elapsed_time(end))
     return Bandwidth(_GPU_BUFFER_BYTES / (best_ms * 1e-3), _GPU_BUFFER_BYTES, cache_resident=False)
+
+
+def resident_on(device: torch.device) -> int | None:
+    """Return the bytes in memory of this process, or in use on its GPU, by whomever; None when they are not known."""
+    if device.type != "cuda":
+        return resident_of()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free)
 
 
 def memory_counter(device: torch.device) -> GpmCounter | None:

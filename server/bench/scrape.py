@@ -23,7 +23,7 @@ FACTS_TIMEOUT_S = 15.0  # a busy server may be slow to answer
 # Sums over all labels; the first name that a server has counts.
 PREEMPTIONS = ("moewe_preemptions_total", "vllm:num_preemptions_total", "sglang:num_retracted_requests_total")
 MEMORY = ("moewe_peak_memory_bytes", "process_resident_memory_bytes")
-WEIGHTS = ("moewe_weight_bytes",)
+WEIGHTS = ("moewe_weight_kind_bytes",)
 # The greatest over all labels.
 KV_USAGE = ("moewe_kv_usage_ratio", "vllm:kv_cache_usage_perc", "sglang:token_usage")
 _TOPOLOGY_KEYS = ("topology", "ep", "dp", "num_ranks", "device", "model", "num_experts", "num_moe_layers")

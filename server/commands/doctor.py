@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ...native.bandwidth import llc_bytes, measure_read_bandwidth
+from ...native.bandwidth import Bandwidth, least_free_bytes, llc_bytes, measure_read_bandwidth
 from ...native.build import BuildError, compiler_version, native_cache
 from ...native.cpu import ISAS, Cpu, this_cpu
 from ...native.library import Outcome, prepare
@@ -26,7 +26,7 @@ from ...topologies.hardware import available_memory_bytes, host_cores, host_memo
 from ..terminal.stdout import put
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-# Enough to get twice the cache of a large machine; a start of the server waits for less.
+# Enough for four times the caches of a large machine; a start of the server waits for less.
 _FILL_SECONDS = 5.0
 _PACKAGES = ("moewe", "torch", "numpy", "transformers")
 _EXTRAS = {"bench": ("aiohttp", "matplotlib")}
@@ -85,7 +85,8 @@ def examine() -> Findings:
     gpus, no_gpu = _gpus()
     compiler, no_compiler = _compiler()
     versions = {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES}
-    fixes = [*kernel_fixes(outcome, cpu, no_compiler), *huge_page_fixes(), *_extra_fixes(), *no_gpu]
+    fixes = [*kernel_fixes(outcome, cpu, no_compiler), *huge_page_fixes(), *cache_fixes(read)]
+    fixes += [*_extra_fixes(), *no_gpu]
     return Findings(
         versions=versions,
         cpu=cpu.name,
@@ -133,6 +134,17 @@ def huge_page_fixes(path: Path = HUGE_PAGES) -> list[str]:
     return [f"huge pages are off, which slows reading of weights: echo madvise > {path} (as root)"] if never else []
 
 
+def cache_fixes(read: Bandwidth) -> list[str]:
+    """Return what to do where there was too little memory to see past the caches."""
+    if not read.cache_resident:
+        return []
+    wanted = least_free_bytes(llc_bytes())
+    return [
+        f"the read bandwidth is of {read.buffer_bytes >> 20} MiB, under twice the last-level caches "
+        f"({llc_bytes() >> 20} MiB), so it is no ceiling: have {_gib(wanted)} free, and nothing else running"
+    ]
+
+
 def _extra_fixes() -> list[str]:
     return [
         f"{', '.join(missing)} missing, for `moewe bench`: pip install 'moewe[{extra}]'"
@@ -176,7 +188,7 @@ def drawn(found: Findings) -> str:
         "cache of compiled kernels": found.cache,
         "native kernels": found.kernels if found.isa else "none (below is why)",
     }
-    cached = ", in cache: memory is slower" if found.read_in_cache else ""
+    cached = ", partly from caches: memory is slower" if found.read_in_cache else ""
     speeds = {"reading memory": f"{found.read_bytes_per_second / 1e9:.1f} GB/s{cached}"}
     units = {"bf16": "TFLOP/s", "int8": "TOP/s"}
     speeds |= {

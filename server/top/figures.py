@@ -29,6 +29,7 @@ class RankFigures:
         busy: share of the time between the readings that steps took.
         cache_resident: the saturation says nothing about memory.
         kv_usage: used over existing KV blocks.
+        memory: bytes by part, as `moewe_rank_memory_bytes` has them; empty where the server does not say.
         running: requests.
         bound: what binds steps, where the server says it.
     """
@@ -41,6 +42,7 @@ class RankFigures:
     busy: float
     cache_resident: bool
     kv_usage: float
+    memory: Mapping[str, float]
     running: int
     bound: str | None
 
@@ -162,7 +164,7 @@ def _ranks(earlier: Reading, later: Reading, seconds: float) -> tuple[RankFigure
     ):
         which = {"replica": replica, "rank": rank}
         busy_s = _gain(earlier, later, "moewe_busy_seconds_total", **which)
-        ceiling = later.value("moewe_memory_bandwidth_ceiling_bytes_per_second", **which) or 0.0
+        ceiling = later.value("moewe_memory_bandwidth_ceiling_bytes_per_second", replica=replica) or 0.0
         could_s = busy_s * ceiling
         components = {
             name: _gain(earlier, later, "moewe_memory_bytes_total", component=name, **which) / could_s
@@ -178,8 +180,9 @@ def _ranks(earlier: Reading, later: Reading, seconds: float) -> tuple[RankFigure
                 components=components,
                 saturation=sum(components.values()),
                 busy=min(1.0, busy_s / seconds),
-                cache_resident=bool(later.value("moewe_cache_resident", **which)),
+                cache_resident=bool(later.value("moewe_cache_resident", replica=replica)),
                 kv_usage=later.value("moewe_kv_usage_ratio", **which) or 0.0,
+                memory=_memory(later, which),
                 running=int(later.value("moewe_rank_requests_running", **which) or 0),
                 bound=_bound(later, which),
             )
@@ -194,6 +197,12 @@ def _bound(reading: Reading, which: Mapping[str, str]) -> str | None:
         if value and which.items() <= have.items():
             return have.get("by")
     return None
+
+
+def _memory(reading: Reading, which: Mapping[str, str]) -> dict[str, float]:
+    """Return what a rank holds, by the label `part`."""
+    held = reading.by("moewe_rank_memory_bytes", "replica", "rank", "part")
+    return {part: value for (*labels, part), value in held.items() if labels == list(which.values())}
 
 
 def _domains(topology: Mapping[str, Any]) -> dict[tuple[int, int], int]:

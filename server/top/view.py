@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from ...telemetry import MEMORY_PARTS
 from .figures import MEMORY_COMPONENTS, RankFigures, ServerFigures
 
 LETTERS = {"routed": "R", "shared": "S", "attention": "A", "dense": "D", "kv": "K"}
 _STYLES = {"routed": "black on cyan", "shared": "black on blue", "attention": "black on green",
            "dense": "black on yellow", "kv": "black on magenta"}  # fmt: skip
-_LINES_OF_A_SERVER = 4  # without its ranks
+_LINES_OF_A_SERVER = 5  # without its ranks
 _WIDTH_WITHOUT_BAR = 44
 _FULL = 0.9  # a share of the ceiling, or of the KV blocks, that is worth a colour
 
@@ -78,6 +79,7 @@ def _server(server: ServerFigures, width: int, room: int) -> list[Text]:
     )
     lines.append(_line(Text(rates)))
     lines.append(_line(_load(server)))
+    lines.append(_line(_memory(server.ranks)))
     ranks = sorted(server.ranks, key=lambda rank: (-rank.saturation, rank.replica, rank.rank))
     shown = ranks if len(ranks) <= room else ranks[: max(1, room - 1)]
     for rank in sorted(shown, key=lambda rank: (rank.replica, rank.rank)):
@@ -99,6 +101,15 @@ def _load(server: ServerFigures) -> Text:
         names = (f"L{item.get('layer')}/E{item.get('expert')}" for item in server.hottest[:3])
         text.append(f"  hottest {' '.join(names)}")
     return text
+
+
+def _memory(ranks: Sequence[RankFigures]) -> Text:
+    """Return what all ranks hold: weights, KV as a row of its own, rows on their way, and the rest."""
+    if not any(rank.memory for rank in ranks):
+        return Text("  memory -", "dim")
+    held = {part: _size(sum(rank.memory.get(part, 0.0) for rank in ranks)) for part in MEMORY_PARTS}
+    kv = " ".join(f"{held[f'kv_{part}']} {part}" for part in ("used", "reserved", "free"))
+    return Text(f"  weights {held['weights']}  KV {kv}  exchange {held['exchange']}  other {held['other']}")
 
 
 def _rank(rank: RankFigures, width: int) -> Text:
@@ -129,6 +140,14 @@ def _times(*seconds: float | None) -> str:
 
 def _time(seconds: float) -> str:
     return f"{seconds:.1f}s" if seconds >= 1 else f"{1000 * seconds:.0f}ms"
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "K", "M"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.0f}{unit}" if num_bytes >= 9.95 or unit == "B" else f"{num_bytes:.1f}{unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f}G"
 
 
 def _rate(num_bytes: float) -> str:

@@ -160,3 +160,13 @@ def test_a_pool_takes_memory_only_where_it_is_written() -> None:
 def test_groups_that_cannot_be_stored_are_refused(groups: list[CacheGroup], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         KVStorage(groups, num_blocks=1, block_size=4)
+
+
+def test_what_was_never_written_takes_no_memory() -> None:
+    storage = KVStorage([group((0, 1))], num_blocks=2048, block_size=16)
+    assert storage.block_bytes(0) == 2 * 2 * 16 * 2 * 8 * 2 and storage.num_bytes == 2048 * storage.block_bytes(0)
+    assert storage.resident_bytes() == 0
+    storage.write(0, torch.ones(1, 2, 8), torch.ones(1, 2, 8), torch.tensor([5]))
+    assert 0 < storage.resident_bytes() <= 2 * (2 << 20), (
+        "a page of keys and one of values, huge ones where there are any"
+    )

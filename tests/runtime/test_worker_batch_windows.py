@@ -91,3 +91,16 @@ def test_a_row_without_a_block_in_one_group_is_an_error():
     plan = RankPlan(admitted=(admit(0, [1]),), grants=grant((0, 0, 0, 0)), chunks=(chunk(0, 0, 1, True),))
     with pytest.raises(AssertionError, match="no KV block"):
         step(batch, plan)
+
+
+def test_what_kv_is_in_use_is_known_by_group():
+    batch, *_ = begun()
+    assert [batch.kv_in_use(group) for group in (0, 1)] == [(3, 10), (3, 10)]
+    step(batch, RankPlan(num_decodes=1))  # row 10 sees tokens from 7 on: a block of the window is somebody else's
+    batch.check_invariants()
+    assert [batch.kv_in_use(group) for group in (0, 1)] == [(3, 11), (2, 7)]
+    step(batch, RankPlan(grants=grant((0, 1, 3, 8), (1, 1, 3, 3)), num_decodes=1))  # granted ahead
+    assert [batch.kv_in_use(group) for group in (0, 1)] == [(4, 12), (2, 4)]
+    batch.apply(RankPlan(released=pack(np.array([1]))))
+    batch.check_invariants()
+    assert [batch.kv_in_use(group) for group in (0, 1)] == [(0, 0), (0, 0)]

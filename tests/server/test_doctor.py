@@ -66,8 +66,9 @@ def test_a_machine_without_a_compiler(capfd: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr(doctor, "measure_read_bandwidth", lambda *_: Bandwidth(99e9, 1 << 20, cache_resident=True))
     code, out, _ = run(capfd)
     assert code == 0 and row(out, "compiler") == "none" and row(out, "native kernels").startswith("none")
-    assert row(out, "reading memory") == "99.0 GB/s, in cache: memory is slower" and "products" not in out
+    assert row(out, "reading memory") == "99.0 GB/s, partly from caches: memory is slower" and "products" not in out
     to_mend = out.partition("to mend\n")[2]
+    assert to_mend.count("the read bandwidth is of 1 MiB, under twice the last-level caches") == 1
     assert to_mend.count("CXX=/nonexistent cannot be run; unset CXX or name a C++17 compiler") == 1
 
 

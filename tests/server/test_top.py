@@ -21,7 +21,8 @@ from moewe.server.client.asking import NoAnswerError
 from moewe.server.top.command import Server, top
 from moewe.server.top.figures import RankFigures, ServerFigures, figures, quantile, restarted
 from moewe.server.top.scrape import Reading, parse_metrics, read_server
-from moewe.server.top.view import Lost, bar, draw
+from moewe.server.top.view import Lost, _size, bar, draw
+from moewe.telemetry import MEMORY_PARTS
 
 
 def metrics(*, steps: int = 0, tokens: int = 0, ranks: int = 2) -> str:
@@ -37,13 +38,13 @@ def metrics(*, steps: int = 0, tokens: int = 0, ranks: int = 2) -> str:
         "# TYPE moewe_time_to_first_token_seconds histogram",
         f'moewe_time_to_first_token_seconds_bucket{{le="0.1"}} {steps}',
         f'moewe_time_to_first_token_seconds_bucket{{le="+Inf"}} {steps}',
+        'moewe_memory_bandwidth_ceiling_bytes_per_second{replica="0"} 20000000000',
     ]
     for rank in range(ranks):
         which = f'replica="0",rank="{rank}"'
         lines += [
             f"moewe_kv_blocks{{{which}}} 100",
             f"moewe_kv_usage_ratio{{{which}}} 0.5",
-            f"moewe_memory_bandwidth_ceiling_bytes_per_second{{{which}}} 20000000000",
             f'moewe_busy_seconds_total{{{which},phase="decode"}} {0.1 * steps}',
             f'moewe_steps_total{{{which},phase="decode"}} {steps}',
             f'moewe_memory_bytes_total{{{which},phase="decode",component="routed"}} {750_000_000 * steps}',
@@ -51,6 +52,8 @@ def metrics(*, steps: int = 0, tokens: int = 0, ranks: int = 2) -> str:
             f'moewe_memory_bytes_total{{{which},phase="decode",component="exchange"}} {10**12 * steps}',
             f'moewe_exchange_bytes_total{{{which},scope="between"}} {1000 * steps}',
         ]
+        for i, part in enumerate(MEMORY_PARTS):
+            lines.append(f'moewe_rank_memory_bytes{{{which},part="{part}"}} {(rank + 1) * 10 ** (4 + i)}')
     return "\n".join(lines) + "\n"
 
 
@@ -71,6 +74,7 @@ def test_figures_are_what_happened_between_two_readings() -> None:
     assert (rank.replica, rank.rank, rank.domain) == (0, 1, 1)
     assert rank.components["routed"] == pytest.approx(0.375) and rank.components["kv"] == pytest.approx(0.125)
     assert rank.saturation == pytest.approx(0.5) and rank.busy == pytest.approx(0.5) and rank.kv_usage == 0.5
+    assert rank.memory == {part: 2 * 10.0 ** (4 + i) for i, part in enumerate(MEMORY_PARTS)}
     assert json.loads(json.dumps(found.as_dict()))["ranks"][0]["saturation"] == pytest.approx(0.5)
 
 
@@ -137,7 +141,7 @@ def test_what_is_drawn_fits(size: tuple[int, int], num_ranks: int, num_servers: 
 def test_a_rank_is_a_bar_with_its_share_and_verdict() -> None:
     rank = RankFigures(
         replica=0, rank=3, domain=1, components={"routed": 0.5, "kv": 0.25}, saturation=0.75, busy=1.0,
-        cache_resident=False, kv_usage=0.95, running=2, bound="memory",
+        cache_resident=False, kv_usage=0.95, memory={}, running=2, bound="memory",
     )  # fmt: skip
     [line] = [line for line in drawn([replace(server_figures(1), ranks=(rank,))]) if line.startswith("  0.3 d1")]
     width = 80 - 44
@@ -145,6 +149,15 @@ def test_a_rank_is_a_bar_with_its_share_and_verdict() -> None:
     assert " 75% memory" in line and line.endswith("busy 100% KV  95%")
     assert "cache" in "".join(drawn([replace(server_figures(1), ranks=(replace(rank, cache_resident=True),))]))
     assert bar({"routed": 7.0}, 10).plain == "R" * 10 and bar({}, 4).plain == "····"
+
+
+def test_memory_is_a_line_with_kv_as_a_row_of_its_own() -> None:
+    two = replace(server_figures(2), ranks=figures("u", reading(0.0), reading(1.0)).ranks)
+    assert "  weights 30K  KV 300K used 3.0M reserved 30M free  exchange 300M  other 3.0G" in drawn([two])
+    assert "  memory -" in drawn([replace(two, ranks=tuple(replace(rank, memory={}) for rank in two.ranks))])
+    assert [_size(n) for n in (0, 999, 1000, 9949, 9951, 999_499, 999_500, 123e9)] == [
+        "0B", "999B", "1.0K", "9.9K", "10K", "999K", "1.0M", "123.0G",
+    ]  # fmt: skip
 
 
 def test_texts_of_a_server_are_shown_as_they_are() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moewe.telemetry import peak_of, peak_of_family
+from moewe.telemetry import peak_of, peak_of_family, resident_of
 
 
 @pytest.fixture
@@ -32,7 +32,20 @@ def test_named_processes_and_their_parents_count_once(proc: Path) -> None:
     assert peak_of([99], proc) is None
 
 
+@pytest.mark.parametrize(
+    ("text", "pages"), [("900 41 7 0", 41), ("900", None), ("900 x", None), ("", None), (None, None)]
+)
+def test_what_is_resident_is_known_where_the_kernel_says_it(
+    tmp_path: Path, text: str | None, pages: int | None
+) -> None:
+    (tmp_path / "7").mkdir()
+    if text is not None:
+        (tmp_path / "7" / "statm").write_text(text)
+    assert resident_of(7, tmp_path) == (None if pages is None else pages * os.sysconf("SC_PAGE_SIZE"))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_this_process_holds_something() -> None:
+    assert (resident_of() or 0) > 1 << 20
     own = peak_of_family(os.getpid())
     assert own is not None and own > 1 << 20

@@ -62,7 +62,7 @@ class AllToAllExchange(ExchangeOverLinks):
         progress: RankProgress | None = None,
     ) -> None:
         rank = link.index
-        super().__init__(payload)
+        super().__init__((link,), payload)
         self._link, self._progress = link, progress
         self._range = shape.slot_ranges[rank]
         self._scopes = shape.scopes(rank)

@@ -59,6 +59,11 @@ class Exchange(Protocol):
         """How a plan calls it."""
         ...
 
+    @property
+    def buffer_bytes(self) -> int:
+        """What this rank holds for rows under way: its part of shared memory; over links, of the largest collective."""
+        ...
+
     def dispatch(self, x: torch.Tensor, physical_ids: torch.Tensor) -> Dispatched:
         """Send each row to the slots of its experts.
 

@@ -92,7 +92,7 @@ class HierarchicalExchange(ExchangeOverLinks):
         payload: Payload | None = None,
         progress: RankProgress | None = None,
     ) -> None:
-        super().__init__(payload)
+        super().__init__((rail, domain), payload)
         self._rail, self._domain, self._progress = rail, domain, progress
         self._range = shape.slot_ranges[rank]
         number = shape.rail_of(rank)

@@ -38,6 +38,11 @@ class Link(Protocol):
         """Which of them this one is."""
         ...
 
+    @property
+    def held_bytes(self) -> int:
+        """The most bytes of rows that one collective has sent and received at a time."""
+        ...
+
     def start(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
         """Begin to send `sent[i]` rows to each member i; what comes back waits for those that arrive, in their order.
 
@@ -83,7 +88,7 @@ def swap_counts(link: Link, sent: Sequence[int], device: torch.device) -> list[i
 class LoneLink:
     """`Link` of a member that is alone."""
 
-    size, index = 1, 0
+    size, index, held_bytes = 1, 0, 0
 
     def start(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
         """Hand back what was sent."""
@@ -104,12 +109,14 @@ class DistributedLink:
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self._group = process_group
         self.size, self.index = dist.get_world_size(process_group), dist.get_rank(process_group)
+        self.held_bytes = 0
 
     def start(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
         """Begin an all-to-all; see `Link.start`."""
         arrived = rows.new_empty(sum(received), rows.shape[1])
         with blaming_peers():
             work = dist.all_to_all_single(arrived, rows, list(received), list(sent), group=self._group, async_op=True)
+        self.held_bytes = max(self.held_bytes, rows.nbytes + arrived.nbytes)
         return _waiting(work, arrived)
 
     def gather(self, rows: torch.Tensor) -> Pending:
@@ -117,6 +124,7 @@ class DistributedLink:
         arrived = rows.new_empty(self.size * rows.shape[0], rows.shape[1])
         with blaming_peers():
             work = dist.all_gather_into_tensor(arrived, rows, group=self._group, async_op=True)
+        self.held_bytes = max(self.held_bytes, rows.nbytes + arrived.nbytes)
         return _waiting(work, arrived)
 
 
@@ -148,6 +156,11 @@ class SlowLink:
         self._link, self._is_far, self._rate, self._progress = link, list(is_far), rate, progress
         self.size, self.index = link.size, link.index
         self._free_at = 0.0  # when the last byte will have left
+
+    @property
+    def held_bytes(self) -> int:
+        """See `Link.held_bytes`."""
+        return self._link.held_bytes
 
     def start(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
         """Begin an all-to-all whose rows arrive no sooner than the link can bring them."""

@@ -39,6 +39,11 @@ class LocalExchange:
         """Add rows [M, D] back to their tokens; see `Exchange.combine`."""
         return add_pairs(rows, topk_weights, handle)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """None: rows are read where they lie."""
+        return 0
+
     def take_traffic(self) -> Traffic:
         """Return nothing: rows are read where they lie."""
         return Traffic()

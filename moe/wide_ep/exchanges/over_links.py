@@ -7,11 +7,13 @@ Letters: T tokens of this rank, D width, K top-k, M rows received. Units: as in 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .contract import Dispatched
+from .links import Link
 from .stages import Stages, finish
 from .traffic import Traffic, TrafficMeter
 from .wire import Payload, PlainPayload
@@ -21,10 +23,12 @@ class ExchangeOverLinks(ABC):
     """`StagedExchange` of one rank, but for its stages and its name.
 
     Args:
+        links: all that it uses.
         payload: how rows are written on their way out; None: as they are.
     """
 
-    def __init__(self, payload: Payload | None) -> None:
+    def __init__(self, links: Sequence[Link], payload: Payload | None) -> None:
+        self._links = tuple(links)
         self._payload = payload or PlainPayload()
         self._meter = TrafficMeter()
 
@@ -49,6 +53,11 @@ class ExchangeOverLinks(ABC):
     def combining(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: Any) -> Stages[torch.Tensor]:
         """Take the stages of `combine`; see `StagedExchange.combining`."""
         return self._meter.stages(self._combine(rows, topk_weights, handle), rows.device)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The most bytes of rows that a collective over one of the links has sent and received at a time."""
+        return max(link.held_bytes for link in self._links)
 
     def take_traffic(self) -> Traffic:
         """Return what this rank has put on links since the last call."""

@@ -49,7 +49,7 @@ class PaddedExchange(ExchangeOverLinks):
     name = "padded"
 
     def __init__(self, link: Link, shape: GroupShape, *, payload: Payload | None = None) -> None:
-        super().__init__(payload)
+        super().__init__((link,), payload)
         self._link, self._shape = link, shape
         self._range = shape.slot_ranges[link.index]
         self._scopes = shape.scopes(link.index)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -134,6 +135,7 @@ class ShmExchange:
         library = load()
         assert library is not None, "the exchange through shared memory needs native kernels"
         self._library, self._shape, self._rank, self._progress = library, shape, rank, progress
+        self._fd = fd
         ids_at, rows_at, results_at, end = shape.offsets()
         self._memory = mmap.mmap(fd, end)
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
@@ -242,6 +244,11 @@ class ShmExchange:
             raise RuntimeError(
                 f"{num_tokens} tokens on rank {rank}; the exchange was made for max_num_batched_tokens={capacity}"
             )
+
+    @property
+    def buffer_bytes(self) -> int:
+        """This rank's part of what the group's memory takes: pages that no row has come to take nothing."""
+        return os.fstat(self._fd).st_blocks * 512 // self._shape.num_ranks + self._row_tokens.nbytes
 
     @property
     def most_rows(self) -> int:

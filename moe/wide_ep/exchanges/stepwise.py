@@ -38,6 +38,11 @@ class StepwiseExchange:
         """Of all."""
         return tuple(self._exchanges)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Of the one that holds most: they take turns."""
+        return max(exchange.buffer_bytes for exchange in self._exchanges.values())
+
     def begin_step(self, name: str, bucket: int) -> None:
         """Use the exchange `name` for a step in which no rank dispatches more than `bucket` rows at a time."""
         self._now = self._exchanges[name]

@@ -59,15 +59,18 @@ class ThreadLink:
 
     def __init__(self, meeting: Meeting, size: int, index: int) -> None:
         self._meeting, self.size, self.index = meeting, size, index
+        self.held_bytes = 0
 
     def start(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
         """Take the rows of all members for this one at once; see `Link.start`."""
         parts = [parts[self.index] for parts in self._meeting.swap(self.index, torch.split(rows, list(sent)))]
         assert [len(part) for part in parts] == list(received), (received, self.index)
         arrived = torch.cat(parts)
+        self.held_bytes = max(self.held_bytes, rows.nbytes + arrived.nbytes)
         return lambda: arrived
 
     def gather(self, rows: torch.Tensor) -> Pending:
         """Take the rows of all members at once; see `Link.gather`."""
         arrived = torch.cat(self._meeting.swap(self.index, rows))
+        self.held_bytes = max(self.held_bytes, rows.nbytes + arrived.nbytes)
         return lambda: arrived

@@ -122,6 +122,11 @@ class ThreadExchange:
         self._count(handle.returned, rows)
         return add_pairs(torch.cat(outputs), topk_weights, handle.pairs)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """None: rows are read where they lie."""
+        return 0
+
     def take_traffic(self) -> Traffic:
         """Return what a link would have carried away from this rank since the last call: a row once a rank."""
         return self._meter.take()

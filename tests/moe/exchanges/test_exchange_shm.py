@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 import threading
@@ -118,6 +119,19 @@ def test_a_rank_looks_long_for_others_only_where_all_have_cores() -> None:
     with memory(shape) as fd:
         shared, alone = (ShmExchange(fd, shape, 0, has_cores=has_cores).group.spins for has_cores in (False, True))
     assert shared < 100 < alone
+
+
+def test_buffers_are_what_rows_have_come_to() -> None:
+    """A page a part at first, of room for 8 MiB; then pages that hold 512 rows of 4 KiB and their answers."""
+    shape = ShmShape(slot_ranges=((0, 2),), capacity=1024, top_k=1, width=1024, dtype=torch.float32)
+    with memory(shape) as fd:
+        exchange = ShmExchange(fd, shape, 0)
+        before = exchange.buffer_bytes
+        assert before <= 4 * mmap.PAGESIZE + 4 * 1024
+        arrived = exchange.dispatch(torch.ones(512, 1024), torch.zeros(512, 1, dtype=torch.int32))
+        exchange.combine(arrived.rows, torch.ones(512, 1), arrived.handle)
+        rows = 512 * 4096
+        assert 2 * rows <= exchange.buffer_bytes - before <= 2 * rows + 4 * mmap.PAGESIZE
 
 
 def test_outputs_can_be_written_in_place() -> None:

@@ -31,7 +31,7 @@ class Mirror:
     """A link of `size` members that sends back what it is given, as if all others did the same."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.index = size, 0
+        self.size, self.index, self.held_bytes = size, 0, 7
 
     def start(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> links.Pending:
         return lambda: rows
@@ -121,3 +121,19 @@ def test_rails_join_places_of_all_domains() -> None:
     assert [shape.rail_of(rank) for rank in range(7)] == [0, 1, 2, 0, 0, 1, 2]
     assert shape.relays(0) == (0, 4) and shape.relays(2) == (2, 6)
     assert shape.scopes(5) == [2, 2, 2, 2, 1, 0, 1]
+
+
+def test_a_link_knows_the_most_that_it_held_at_a_time() -> None:
+    meetings = ThreadMeetings()
+    made = [meetings.link((0, 1), rank) for rank in (0, 1)]
+
+    def meet(rank: int) -> int:
+        link = made[rank]
+        swap(link, ROWS[: 3 + rank], [1, 2 + rank], [1, 1] if rank == 0 else [2, 3])
+        largest = link.held_bytes
+        link.gather(ROWS[:1])()
+        assert link.held_bytes == largest
+        return largest
+
+    assert call_ranks(2, meet, meetings.abort) == [(3 + 2) * 100, (4 + 5) * 100]
+    assert SlowLink(Mirror(2), [False, True], RATE).held_bytes == 7 and LoneLink().held_bytes == 0
