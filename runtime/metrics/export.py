@@ -11,7 +11,7 @@ import os
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
@@ -27,6 +27,7 @@ from prometheus_client.registry import Collector
 from ...telemetry import peak_of
 from ..messages import Delta, Ready, Stats
 from .compat import foreign_families
+from .cost import cost_samples
 from .ranks import ReplicaMetrics
 from .table import BY_NAME
 
@@ -91,11 +92,22 @@ class Metrics(Collector):
     Args:
         version, model, topology: labels of `moewe_info`.
         compat: a key of `compat.STYLES`: the same figures under the names of another server, too.
+        price_per_hour: of the server, from now on; None shows no cost.
     """
 
-    def __init__(self, *, version: str, model: str, topology: str, compat: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        version: str,
+        model: str,
+        topology: str,
+        compat: str | None = None,
+        price_per_hour: float | None = None,
+    ) -> None:
         self._info = (version, model, topology)
         self._compat = compat
+        self._price_per_hour = price_per_hour
+        self._began = time.monotonic()
         self.ready = False
         self.totals = Totals()
         self.replicas: dict[int, ReplicaMetrics] = {}
@@ -169,6 +181,13 @@ class Metrics(Collector):
         """Return the Prometheus text form."""
         return generate_latest(self._registry)
 
+    def _samples(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        if self._price_per_hour is not None:
+            seconds, totals = time.monotonic() - self._began, self.totals
+            yield from cost_samples(self._price_per_hour, seconds, totals.prompt_tokens, totals.generation_tokens)
+        for replica in sorted(self.replicas):
+            yield from self.replicas[replica].samples()
+
     def describe(self) -> Iterable[Metric]:
         """Nothing is described ahead of collection."""
         return []
@@ -186,9 +205,8 @@ class Metrics(Collector):
         pids = [pid for replica in self.replicas.values() if replica.ready is not None for pid in replica.ready.pids]
         if (peak := peak_of([os.getpid(), *pids])) is not None:  # an engine is the parent of its ranks
             values["moewe_peak_memory_bytes"] = [((), peak)]
-        for replica in sorted(self.replicas):
-            for name, labels, value in self.replicas[replica].samples():
-                values.setdefault(name, []).append((labels, value))
+        for name, labels, value in self._samples():
+            values.setdefault(name, []).append((labels, value))
         for metric in BY_NAME.values():
             if metric.kind == "histogram":
                 histogram = self._histograms[metric.name]

@@ -86,6 +86,12 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 (_rate("moewe_generation_tokens_total"), "generated"),
                 (_rate("moewe_prompt_tokens_total"), "prompt"),
             )),
+            Panel("Cost of a million tokens, of the whole price", "short", (
+                (f"1e6 * {_rate('moewe_cost_total')} / {_rate('moewe_generation_tokens_total')}", "output"),
+                (f"1e6 * {_rate('moewe_cost_total')} / {_rate('moewe_prompt_tokens_total')}", "prompt"),
+                (f"moewe_cost_per_million_tokens{{{_ONE}}}", "{{tokens}} since start"),
+                (f"moewe_price_per_hour{{{_ONE}}}", "an hour"),
+            )),
             Panel("Rows of a step", "short", (
                 (f"{_rate('moewe_batch_tokens_total', 'replica', 'rank', 'phase')} / "
                  f"{_rate('moewe_steps_total', 'replica', 'rank', 'phase')}", "{{replica}}.{{rank}} {{phase}}"),

@@ -8,11 +8,12 @@ Labels are bounded: replicas, ranks, phases, components, scopes, kinds and forma
 from __future__ import annotations
 
 from .balance_metrics import BALANCE_METRICS
+from .cost import COST_METRICS
 from .metric import Metric
 from .rank_metrics import RANK_METRICS
 from .request_metrics import REQUEST_METRICS
 
-METRICS: tuple[Metric, ...] = (*REQUEST_METRICS, *RANK_METRICS, *BALANCE_METRICS)
+METRICS: tuple[Metric, ...] = (*REQUEST_METRICS, *COST_METRICS, *RANK_METRICS, *BALANCE_METRICS)
 BY_NAME = {metric.name: metric for metric in METRICS}
 
 

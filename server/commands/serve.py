@@ -73,6 +73,8 @@ def server_options(http: dict[str, Any]) -> ServerOptions:
             raise ValueError(f"{name}={values[name]!r} is not allowed; use at least {least:g}, and a finite number")
     if values.get("max_n", 1) > MAX_CHOICES:
         raise ValueError(f"--max-n {values['max_n']} is not allowed; use at most {MAX_CHOICES}")
+    if not 0 < values.get("price_per_hour", 1.0) < MOST:
+        raise ValueError(f"price_per_hour={values['price_per_hour']!r} is not allowed; use a number above 0")
     if (compat := values.get("metrics_compat")) is not None:
         from ...runtime.metrics.compat import STYLES
 

@@ -90,7 +90,13 @@ def build_state(resolved: Resolved, options: ServerOptions) -> tuple[ServerState
     if template is not None and template.problem is not None:
         log.warning("%s; chat requests will be refused", template.problem)
     name = (options.served_model_name or (model.model,))[0]
-    metrics = Metrics(version=VERSION, model=name, topology=resolved.topology.long(), compat=options.metrics_compat)
+    metrics = Metrics(
+        version=VERSION,
+        model=name,
+        topology=resolved.topology.long(),
+        compat=options.metrics_compat,
+        price_per_hour=options.price_per_hour,
+    )
     state = ServerState(
         config=resolved.config,
         options=options,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ...runtime.metrics.cost import KINDS, cost_of, per_million
 from .scrape import Reading
 
 # What a step fetches from memory, in the order of the bars; docs/metrics.md says why exchange and activations are not.
@@ -54,6 +55,8 @@ class ServerFigures:
     Attributes:
         imbalance: rows of the fullest over the mean rank, the worst of all replicas.
         link_bytes: bytes/s that ranks send inside and between domains.
+        price_per_hour: of the server, where it was told one.
+        cost_per_million_tokens: between the readings: all of the price over tokens of `prompt`, `output`, or `all`.
         hottest: experts with the most tokens, as the server lists them.
     """
 
@@ -74,6 +77,8 @@ class ServerFigures:
     preemptions: int
     imbalance: float | None
     link_bytes: Mapping[str, float]
+    price_per_hour: float | None
+    cost_per_million_tokens: Mapping[str, float | None]
     hottest: tuple[Mapping[str, Any], ...] = ()
     ranks: tuple[RankFigures, ...] = field(default=())
 
@@ -129,6 +134,9 @@ def figures(url: str, earlier: Reading, later: Reading) -> ServerFigures:
     seconds = max(later.taken - earlier.taken, 1e-9)
     info = dict(next(iter(later.samples.get("moewe_info", ())), ()))
     ratios = later.samples.get("moewe_expert_imbalance_ratio", {})
+    prompt, output = (_gain(earlier, later, f"moewe_{kind}_tokens_total") for kind in ("prompt", "generation"))
+    price = later.value("moewe_price_per_hour")
+    price = price if price is not None and 0 < price < math.inf else None
     imbalances = [value for labels, value in ratios.items() if dict(labels).get("scope") == "rank" and value > 0]
     return ServerFigures(
         url=url,
@@ -137,8 +145,8 @@ def figures(url: str, earlier: Reading, later: Reading) -> ServerFigures:
         topology=info.get("topology", ""),
         ready=bool(later.value("moewe_ready")),
         seconds=seconds,
-        tokens_per_second=_gain(earlier, later, "moewe_generation_tokens_total") / seconds,
-        prompt_tokens_per_second=_gain(earlier, later, "moewe_prompt_tokens_total") / seconds,
+        tokens_per_second=output / seconds,
+        prompt_tokens_per_second=prompt / seconds,
         ttft_p50=_latency(earlier, later, "moewe_time_to_first_token_seconds", 0.5),
         ttft_p95=_latency(earlier, later, "moewe_time_to_first_token_seconds", 0.95),
         tpot_p50=_latency(earlier, later, "moewe_inter_token_latency_seconds", 0.5),
@@ -151,6 +159,10 @@ def figures(url: str, earlier: Reading, later: Reading) -> ServerFigures:
             scope: _gain(earlier, later, "moewe_exchange_bytes_total", scope=scope) / seconds
             for scope in ("domain", "between")
         },
+        price_per_hour=price,
+        cost_per_million_tokens=(
+            dict.fromkeys(KINDS) if price is None else per_million(cost_of(price, seconds), prompt, output)
+        ),
         hottest=tuple(item for item in _list(later.topology.get("hottest_experts")) if isinstance(item, dict)),
         ranks=_ranks(earlier, later, seconds),
     )

@@ -95,6 +95,8 @@ def _load(server: ServerFigures) -> Text:
         text.append(f"  preempted {server.preemptions}", "yellow")
     if server.imbalance is not None:
         text.append(f"  imbalance {server.imbalance:.2f}")
+    if (cost := server.cost_per_million_tokens.get("output")) is not None:
+        text.append(f"  {cost:.3g} for 1M output tokens")
     if any(server.link_bytes.values()):
         text.append(f"  links {_rate(server.link_bytes['domain'])} in, {_rate(server.link_bytes['between'])} between")
     if server.hottest:

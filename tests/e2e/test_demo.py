@@ -28,7 +28,7 @@ SENTENCE = re.compile(r"[A-Z][^.!?]{8,}[.!?]")
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
     ensure_demo_checkpoint()
-    with ServerProcess("demo", topology="EP2DP1") as found:
+    with ServerProcess("demo", "--price-per-hour", "3.6", topology="EP2DP1") as found:
         yield found
 
 
@@ -57,3 +57,10 @@ def test_demo_metrics_show_both_ranks_and_a_saturation(server: ServerProcess) ->
     counters = server.counters()
     assert counters["moewe_generation_tokens_total"] > 0
     assert counters["moewe_expert_tokens_total"] > 0
+    cost = {
+        kind: float(found)
+        for kind, found in re.findall(r'^moewe_cost_per_million_tokens{tokens="(\w+)"} (\S+)$', text, re.M)
+    }
+    paid = float(re.findall(r"^moewe_cost_total (\S+)$", text, re.MULTILINE)[0])
+    assert paid > 0 and cost["output"] == pytest.approx(1e6 * paid / counters["moewe_generation_tokens_total"])
+    assert cost["all"] < min(cost["prompt"], cost["output"])

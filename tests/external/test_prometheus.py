@@ -30,7 +30,15 @@ def balancing() -> Iterator[ServerProcess]:
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus (Debian's package of that name) is not installed")
     with ServerProcess(
-        "demo", "--kv-cache-memory-bytes", "64MiB", "--max-model-len", "512", "--eplb", "auto"
+        "demo",
+        "--kv-cache-memory-bytes",
+        "64MiB",
+        "--max-model-len",
+        "512",
+        "--eplb",
+        "auto",
+        "--price-per-hour",
+        "2.5",
     ) as process:
         yield process
 

@@ -175,7 +175,8 @@ def test_histogram_buckets_are_cumulative_and_inclusive() -> None:
 
 
 def test_everything_exported_is_in_the_table_with_its_labels() -> None:
-    metrics = Metrics(version="1", model="m", topology="EP2DP1")
+    metrics = Metrics(version="1", model="m", topology="EP2DP1", price_per_hour=1.0)
+    metrics.totals.generation_tokens = 1
     metrics.set_ready(0, ready())
     with_counter = tuple(msgspec.structs.replace(rank, measured_bytes=1.0) for rank in stats(1).ranks)
     balance = BalanceStats(placement=0, slots=b"")

@@ -87,6 +87,8 @@ def test_help_groups_flags_in_panels(capfd: pytest.CaptureFixture[str]) -> None:
         (["serve", "m", "--host", "not a host", "--port", "0"], "--host 'not a host'"),
         (["serve", "m", "--chat-template", "nowhere.jinja"], "--chat-template='nowhere.jinja' cannot be read"),
         (["serve", "m", "--shutdown-timeout", "-1"], "--shutdown-timeout=-1.0"),
+        (["serve", "m", "--price-per-hour", "0"], "--price-per-hour=0.0 is not allowed; use a number above 0"),
+        (["serve", "m", "--price-per-hour", "nan"], "--price-per-hour=nan is not allowed"),
         (["generate", "m", "text", "--max-tokens", "-1"], "--max-tokens=-1"),
         (["serve", "m", "--max-tokenz", "1"], "there is no flag --max-tokenz; did you mean --max-tokens?"),
         (["serve", "m", "--prot", "1"], "there is no flag --prot; did you mean --port?"),

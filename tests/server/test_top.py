@@ -78,6 +78,31 @@ def test_figures_are_what_happened_between_two_readings() -> None:
     assert json.loads(json.dumps(found.as_dict()))["ranks"][0]["saturation"] == pytest.approx(0.5)
 
 
+def priced(taken: float, price: str, **more: int) -> Reading:
+    """A reading of a server that names a price; three prompt tokens to one of output."""
+    text = metrics(**more) + f"moewe_price_per_hour {price}\nmoewe_prompt_tokens_total {3 * more['tokens']}\n"
+    return Reading(taken=taken, samples=parse_metrics(text))
+
+
+def test_cost_is_the_price_of_the_time_between_over_the_tokens_of_it() -> None:
+    found = figures("u", priced(10.0, "7.2", tokens=50), priced(12.0, "7.2", tokens=2_050))
+    assert found.price_per_hour == 7.2
+    assert found.cost_per_million_tokens == pytest.approx({"prompt": 2 / 3, "output": 2.0, "all": 0.5})
+    assert json.loads(json.dumps(found.as_dict()))["cost_per_million_tokens"]["output"] == pytest.approx(2.0)
+    assert any("2 for 1M output tokens" in line for line in drawn([found]))
+
+
+@pytest.mark.parametrize("price", ["7.2", "NaN", "+Inf", "-1", "0"])
+def test_there_is_no_cost_without_tokens_or_a_price(price: str) -> None:
+    tokens = 0 if price == "7.2" else 100
+    found = figures("u", priced(0.0, price, tokens=0), priced(1.0, price, tokens=tokens))
+    assert found.cost_per_million_tokens == {"prompt": None, "output": None, "all": None}
+    assert found.price_per_hour == (7.2 if price == "7.2" else None)
+    assert not any("output tokens" in line for line in drawn([found]))
+    unpriced = figures("u", reading(0.0), reading(1.0, tokens=9))
+    assert unpriced.price_per_hour is None and unpriced.cost_per_million_tokens["output"] is None
+
+
 def test_an_idle_server_has_figures_too() -> None:
     same = reading(1.0, steps=5)
     found = figures("u", same, replace(same, taken=2.0))
