@@ -4,8 +4,9 @@ Ranks are processes of this host, one thread each, in two domains; the link betw
 there (--rate MB/s, --delay us). A pass goes through several layers whose weights do not fit a cache together; passes
 without overlap, with shared experts under the dispatch, and in halves take turns within one run, each being the first
 in every third round. The time of a pass is that of the slowest rank. Outputs are compared before anything is timed: to
-the bit where kernels are native. Beside each time stands what the model of `--overlap auto` expects, and what it would
-choose. On a machine with fewer cores than ranks times are those of ranks that take turns, and say little.
+the bit where kernels are native. Before, ranks probe their links as a server does at its start; beside each time stands
+what the model of `--overlap auto` makes of these figures, and what it would choose.
+On a machine with fewer cores than ranks times are those of ranks that take turns, and say little.
 
     taskset -c 0-1 python benchmarks/overlap.py --ranks 2 --tokens 16 128 512 2048 --repeats 15
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch.distributed as dist
 
 from moewe.moe.gated import SILU, Activation, ExpertWeights
 from moewe.moe.layer import MoELayer
+from moewe.moe.probing import LinkProber
 from moewe.moe.routing import RoutingConfig
 from moewe.moe.wide_ep import linear_placement
 from moewe.moe.wide_ep.exchanges import GroupShape, SlowRate, StepwiseExchange
@@ -34,12 +36,15 @@ from moewe.native.bandwidth import measure_read_bandwidth
 from moewe.native.library import load, set_threads
 from moewe.native.matrix_rate import measure_matrix_rate
 from moewe.quant import Matrix, can_pack, pack
+from moewe.runtime.link_measuring import lines_of
 from moewe.runtime.options import layout_config
 from moewe.runtime.overlap import overlap_facts
 from moewe.telemetry import RankCounters
 from moewe.topologies import RankGrid, parse_topology
 from moewe.topologies.exchange_choice import OVER_LINKS
+from moewe.topologies.exchange_cost import MeasuredLinks
 from moewe.topologies.groups import destroy_group, init_group, make_subgroups
+from moewe.topologies.link_probes import RankFound, found_by, probe_links
 from moewe.topologies.overlap_choice import (
     HALVES,
     NOTHING,
@@ -135,6 +140,47 @@ def measure(num_ranks: int) -> tuple[float, float]:
     return float(slowest[0]), float(slowest[1])
 
 
+def probed(name: str, prober: LinkProber, facts: OverlapFacts, args: argparse.Namespace) -> MeasuredLinks:
+    """Return what all ranks find of their links, each asking the same questions."""
+    probing = probe_links([name], facts, most_rows=max(args.tokens))
+    probe = next(probing)
+    while True:
+        dist.barrier()
+        begin = time.perf_counter()
+        found = prober.run(probe)
+        dist.barrier()
+        took = time.perf_counter() - begin
+        try:
+            probe = probing.send(found_by(of_all_ranks(found), of_slowest(took)))
+        except StopIteration as end:
+            links: MeasuredLinks = end.value
+            return links
+
+
+def of_all_ranks(found: RankFound) -> list[RankFound]:
+    """Return what every rank found; they all timed the same."""
+    own = [*(s for each in found.seconds.values() for s in each), found.near_bytes, found.far_bytes,
+           found.expert_bytes, found.expert_flops]  # fmt: skip
+    everybody = [torch.empty(len(own), dtype=torch.float64) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, torch.tensor(own, dtype=torch.float64))
+    ranks = []
+    for numbers in everybody:
+        left = iter(numbers.tolist())
+        seconds = {name: tuple(next(left) for _ in each) for name, each in found.seconds.items()}
+        near, far, num_bytes, flops = left
+        ranks.append(
+            RankFound(seconds=seconds, near_bytes=near, far_bytes=far, expert_bytes=num_bytes, expert_flops=flops)
+        )
+    return ranks
+
+
+def of_slowest(seconds: float) -> float:
+    """Return the seconds of the slowest rank."""
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
 class Pass:
     """All layers of one rank over one exchange, one after another."""
 
@@ -166,9 +212,7 @@ class Pass:
                 dist.barrier()
                 begin = time.perf_counter()
                 self(x, overlap)
-                seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-                dist.all_reduce(seconds, dist.ReduceOp.MAX)
-                found[overlap].append(float(seconds) / len(self._layers))
+                found[overlap].append(of_slowest(time.perf_counter() - begin) / len(self._layers))
         return found
 
 
@@ -179,7 +223,8 @@ def run_rank(rank: int, num_ranks: int, folder: str, args: argparse.Namespace) -
         set_threads(1)
     init_group(rank=rank, world_size=num_ranks, store_path=Path(folder) / "store", device="cpu", timeout_s=TIMEOUT_S)
     topology = parse_topology(topology_of(num_ranks, args))
-    placement = linear_placement(args.layers, args.experts, num_ranks)
+    domains = RankGrid(topology, num_ranks).domains()
+    placement = linear_placement(args.layers, args.experts, domains=domains)
     shape = GroupShape(
         slot_ranges=placement.slot_ranges, domain_sizes=topology.domains,
         slow=SlowRate(megabytes_per_second=args.rate, delay_us=args.delay),
@@ -190,7 +235,7 @@ def run_rank(rank: int, num_ranks: int, folder: str, args: argparse.Namespace) -
     def link_of(ranks: Any) -> Link:
         return DistributedLink(groups[tuple(ranks)]) if len(ranks) > 1 else LoneLink()
 
-    facts = facts_of(num_ranks, measure(num_ranks), args)
+    assumed = facts_of(num_ranks, measure(num_ranks), args)
     counters = RankCounters(args.layers, placement.num_local_slots(rank))
     switches = Switches(RoutingConfig(num_experts=args.experts, top_k=args.top_k, scoring="softmax", renormalize=True))
     held = [weights_of(layer, rank, placement.num_local_slots(rank), args) for layer in range(args.layers)]
@@ -204,6 +249,11 @@ def run_rank(rank: int, num_ranks: int, folder: str, args: argparse.Namespace) -
             for i, weights in enumerate(held)
         ]
         through = Pass(name, layers, exchange)
+        prober = LinkProber(layers, exchange, placement, rank, torch.empty(0, args.width, dtype=torch.bfloat16))
+        links = probed(name, prober, assumed, args)
+        facts = replace(assumed, measured=links)
+        if rank == 0:
+            print(*lines_of(links), sep="\n", flush=True)
         for num_tokens in args.tokens:
             x = torch.randn(num_tokens, args.width, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16)
             through.check(x)

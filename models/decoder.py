@@ -86,6 +86,9 @@ class Decoder:
         progress: ticked after every layer and every matrix of logits; None in tests.
         ranks: that divide the heads of attention with this one; None where it has them all. `config` and `weights` are
             then those of its share.
+
+    Attributes:
+        moe_layers: in order.
     """
 
     def __init__(
@@ -136,8 +139,8 @@ class Decoder:
         self._is_observed = False
         self._native: NativeLayers | None = None
         self._native_storage: KVStorage | None = None  # for which `_native` was made, or found to be impossible
-        moe_layers = [layer.moe for layer in self._layers if layer.moe is not None]
-        self._pass_counter = PassCounter(config, weights, moe_layers, counters)
+        self.moe_layers = [layer.moe for layer in self._layers if layer.moe is not None]
+        self._pass_counter = PassCounter(config, weights, self.moe_layers, counters)
         self._logits_room = self._logits_place = torch.empty(0, 0)
 
     @property
@@ -214,9 +217,8 @@ class Decoder:
             for place, new in zip(moe.experts.slot_tensors(change.slot), change.tensors, strict=True):
                 assert place.dtype == new.dtype and place.shape == new.shape, (place.shape, new.shape)
                 place.copy_(new)
-        moe_layers = [layer.moe for layer in self._layers if layer.moe is not None]
         for number, table in tables.items():
-            moe_layers[number].place(table)
+            self.moe_layers[number].place(table)
         if tables:
             self._native_storage = None  # native calls for layers hold addresses of tables
 

@@ -118,6 +118,7 @@ class MoELayer:
         tokens_per_slot: [S] i64, rows that reached each slot in the last call (`layer_counts.PassCounts` adds them up).
         read_again: [] i64, slots whose weights the last call read twice, because both halves of its rows hit them.
         observer: shown every choice of the router; None: nobody looks.
+        top_k: K.
         bytes_per_slot, router_bytes, shared_bytes: weights that a call reads: one slot's, the router's in the form that
             is multiplied, the shared experts'.
         flops_per_row, router_flops, shared_flops: operations of products: of a row with its expert, of a token with the
@@ -141,6 +142,7 @@ class MoELayer:
         assert not switches.weigh_input or routing.top_k == 1, "a row that is weighed first goes to one expert"
         device = weights.router.device
         self._routing, self._moe_layer, self._exchange = routing, moe_layer, exchange
+        self.top_k = routing.top_k
         self._staged = exchange if isinstance(exchange, StagedExchange) else None
         self._activation, self._weigh_input = switches.activation, switches.weigh_input
         self._counters, self._progress = counters, progress

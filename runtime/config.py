@@ -11,6 +11,9 @@ import msgspec
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 QUANTIZATIONS = ("int8", "int4")
+# Tests set this: they start many ranks, and nobody looks at what these measure of the machine. It then is as little as
+# may be.
+QUICK_VARIABLE = "MOEWE_QUICK_MEASURE"
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,8 +12,10 @@ import select
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+
+import msgspec
 
 from ..native.bandwidth import llc_bytes
 from ..text import Tokenizer
@@ -22,6 +24,7 @@ from .deltas import seed_sequence
 from .engine import Engine
 from .grammar_masks import GrammarMasks, grammar_matchers
 from .kv_layout import kv_layout, scheduler_limits, step_limits
+from .link_measuring import LinkMeasuring, probing
 from .messages import (
     SHUTTING_DOWN,
     Abort,
@@ -29,6 +32,7 @@ from .messages import (
     Delta,
     Failed,
     KVAllocated,
+    LinksProbed,
     Loaded,
     Loading,
     Outputs,
@@ -148,10 +152,12 @@ class EngineLoop:
     def _start_up(self, group: Group) -> Ready | None:
         """Bring all ranks to the point where they wait for plans; None when `Shutdown` came first."""
         num_ranks = group.workers.num_ranks
+        ready: Ready | None = None
+        measuring: LinkMeasuring | None = None
         loaded: dict[int, Loaded] = {}
         allocated: dict[int, KVAllocated] = {}
         num_blocks = 0
-        while len(allocated) < num_ranks:
+        while measuring is None or not measuring.is_done:
             self._listen(group)
             if self._may_end_unready():
                 return None
@@ -167,13 +173,26 @@ class EngineLoop:
                             group.workers.broadcast(AllocateKV(num_blocks=num_blocks))
                     case KVAllocated():
                         allocated[message.rank] = message
+                        if len(allocated) == num_ranks:
+                            ranks = [(loaded[rank], allocated[rank]) for rank in range(num_ranks)]
+                            ready, measuring = self._all_warm(group, ranks, num_blocks)
+                            measuring.begin()
+                    case LinksProbed():
+                        assert measuring is not None, "nobody asked for probes"
+                        measuring.take(message)
             self._report(None)
-        ranks = [(loaded[rank], allocated[rank]) for rank in range(num_ranks)]
+        assert ready is not None
+        return msgspec.structs.replace(ready, links=measuring.links)
+
+    def _all_warm(
+        self, group: Group, ranks: Sequence[tuple[Loaded, KVAllocated]], num_blocks: int
+    ) -> tuple[Ready, LinkMeasuring]:
+        """Return what is known of ranks that have said they are warm, and what is to be measured of their links."""
         group.all_met(stall_limits(self._start, ranks))
         assert self._reporter is not None
         self._reporter.cache_resident = any(warm.cache_resident for _, warm in ranks)
         config = self._start.config
-        return Ready(
+        ready = Ready(
             num_blocks=num_blocks,
             block_size=config.cache.block_size,
             max_model_len=kv_layout(self._start.kv_groups, step_limits(config), num_blocks).max_model_len,
@@ -187,12 +206,16 @@ class EngineLoop:
             matrix_rates=tuple(warm.matrix_rates for _, warm in ranks),
             pids=tuple(member.pid for member in group.workers.members),
         )
+        probes = probing(group.exchange_rule, self._overlap_facts(group, ready), config.schedule.max_num_batched_tokens)
+        return ready, LinkMeasuring(group.workers, probes)
 
     def _make_engine(self, group: Group, ready: Ready, tokenizer: Tokenizer | None) -> Engine:
+        facts = self._overlap_facts(group, ready)
+        log_overlap(group.exchange_rule, facts, self._start.config.schedule.max_num_batched_tokens)
         limits = replace(
             scheduler_limits(self._start.config, self._start.kv_groups, num_blocks=ready.num_blocks),
             exchange_rule=group.exchange_rule,
-            overlap_facts=self._overlap_facts(group, ready),
+            overlap_facts=facts,
             eos_token_ids=self._start.eos_token_ids,
         )
         engine = Engine(
@@ -215,15 +238,14 @@ class EngineLoop:
         config, rule = self._start.config, group.exchange_rule
         multiplied = "int8" if config.model.quantization else config.model.dtype  # int4 multiplies like int8
         rates = [rank.get(multiplied) for rank in ready.matrix_rates]
-        facts = overlap_facts(
+        return overlap_facts(
             config,
             rule.grid,
             self._start.moe_load,
             memory_bandwidth=min(ready.memory_bandwidth),
             matrix_rate=min((rate for rate in rates if rate), default=None),
+            links=ready.links,
         )
-        log_overlap(rule, facts, config.schedule.max_num_batched_tokens)
-        return facts
 
     # --- serving ---------------------------------------------------------------------------------------------------
     def _serve(self, engine: Engine) -> None:

@@ -27,7 +27,7 @@ WINDOW_VARIABLE = "MOEWE_BALANCE_TOKENS"
 
 
 def live_balancer(config: EngineConfig, ready: Ready, workers: Workers) -> Balancer:
-    """Return what moves experts of the group of `workers` from now on; `ready` tells how fast its memory is."""
+    """Return what moves experts of the group of `workers` from now on; `ready` tells how fast it is."""
     model = load_config(Path(config.model.path))
     assert model.moe is not None, "a dense model has no experts to move"
     scheme = weight_scheme(config.model.quantization) if config.model.quantization else None
@@ -39,7 +39,11 @@ def live_balancer(config: EngineConfig, ready: Ready, workers: Workers) -> Balan
         flops=6.0 * model.hidden_size * model.moe.expert_width,
     )
     layer_time = expert_layer_seconds(
-        size, _ceilings(config, ready), placement.slot_ranges, placement.rank_domain.tolist()
+        size,
+        _ceilings(config, ready),
+        placement.slot_ranges,
+        placement.rank_domain.tolist(),
+        experts=ready.links.experts if ready.links is not None else None,
     )
     balancer = Balancer(
         workers,
@@ -60,4 +64,5 @@ def _ceilings(config: EngineConfig, ready: Ready) -> Ceilings:
         num_ranks=len(ready.memory_bandwidth),
         memory_bandwidth=sum(ready.memory_bandwidth) / len(ready.memory_bandwidth),
         matrix_rate=sum(rates) / len(rates) if rates else None,
+        exchange=ready.links.exchanges[0] if ready.links is not None else None,
     )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from ..topologies.exchange_cost import MeasuredLinks
+from ..topologies.link_probes import LinkProbe, RankFound
 from .params import SamplingParams
 from .plan import RankPlan, RankResult, StepHeader
 
@@ -39,10 +41,7 @@ class Shutdown(Message, frozen=True, kw_only=True):
 
 
 class StartTrace(Message, frozen=True, kw_only=True):
-    """Record where the time of the next `num_steps` steps goes, and answer with `Traced`; ends a trace before it.
-
-    `most_marks` of all ranks together end it early.
-    """
+    """Record where the next `num_steps` steps spend time, and answer with `Traced`; `most_marks` in all end it early."""
 
     trace_id: int
     num_steps: int
@@ -126,8 +125,7 @@ class Ready(Message, frozen=True, kw_only=True):
     """Loaded and warm. `capacity` is exact: blocks a rank, tokens a block.
 
     Attributes:
-        num_blocks: usable KV blocks of each rank in a cache group that keeps whole sequences (`kv_layout` tells those
-            of the others).
+        num_blocks: usable KV blocks of each rank in a cache group that keeps whole sequences (others: `kv_layout`).
         block_size: tokens a block.
         max_model_len: longest sequence accepted, prompt and output.
         max_num_seqs: sequences a rank runs at once.
@@ -139,6 +137,7 @@ class Ready(Message, frozen=True, kw_only=True):
         weight_kinds: per rank, bytes held by `kind/format` (models.weights.bytes_by_kind).
         kv_bytes: per rank, bytes of the KV pool by number format, scales included.
         pids: worker processes (the engine's own pid for ranks that are threads).
+        links: what exchanges really take; None where no rows travel.
     """
 
     num_blocks: int
@@ -153,6 +152,7 @@ class Ready(Message, frozen=True, kw_only=True):
     weight_kinds: tuple[dict[str, int], ...] = ()
     kv_bytes: tuple[dict[str, int], ...] = ()
     matrix_rates: tuple[dict[str, float], ...] = ()
+    links: MeasuredLinks | None = None
 
 
 class CounterRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -282,6 +282,12 @@ class AllocateKV(Message, frozen=True, kw_only=True):
     num_blocks: int
 
 
+class ProbeLinks(Message, frozen=True, kw_only=True):
+    """Do what `probe` says, together with all other ranks (after `KVAllocated`)."""
+
+    probe: LinkProbe
+
+
 class RunStep(Message, frozen=True, kw_only=True):
     """Run one step: the common header and this rank's delta."""
 
@@ -337,8 +343,7 @@ class KVAllocated(Message, frozen=True, kw_only=True):
     Attributes:
         memory_bandwidth: how fast this rank reads memory while all others do too, bytes/s.
         cache_resident: that was measured in a cache, and says nothing about memory.
-        matrix_rates: operations/s of its products in cache by number format, while all others multiply too; empty where
-            nothing is known.
+        matrix_rates: operations/s of its products in cache by number format, while all multiply; empty: not known.
         kv_bytes: of the pool by number format, scales included.
     """
 
@@ -347,6 +352,13 @@ class KVAllocated(Message, frozen=True, kw_only=True):
     cache_resident: bool = False
     kv_bytes: dict[str, int] = {}
     matrix_rates: dict[str, float] = {}
+
+
+class LinksProbed(Message, frozen=True, kw_only=True):
+    """What a rank found when it was told to probe."""
+
+    rank: int
+    found: RankFound
 
 
 class StepDone(Message, frozen=True, kw_only=True):
@@ -382,5 +394,5 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
 
 ToEngine = Submit | Abort | Shutdown | StartTrace | StopTrace
 FromEngine = Outputs | Loading | Ready | Stats | TraceProgress | Traced | Failed | Stopped
-ToWorker = AllocateKV | RunStep | PrepareMoves | DropMoves | StopWorker
-FromWorker = Loaded | KVAllocated | StepDone | RankCounted | MovesPrepared | WorkerFailed | Loading
+ToWorker = AllocateKV | ProbeLinks | RunStep | PrepareMoves | DropMoves | StopWorker
+FromWorker = Loaded | KVAllocated | LinksProbed | StepDone | RankCounted | MovesPrepared | WorkerFailed | Loading

@@ -12,6 +12,7 @@ from ..topologies import RankGrid, Topology
 from ..topologies.choice import rank_ceilings
 from ..topologies.cost import Link
 from ..topologies.exchange_choice import OVER_LINKS, ExchangeRule
+from ..topologies.exchange_cost import MeasuredLinks
 from ..topologies.overlap_choice import HALVES, MoELoad, OverlapFacts, choose_overlap
 from .config import EngineConfig
 
@@ -28,6 +29,7 @@ def overlap_facts(
     *,
     memory_bandwidth: float | None = None,
     matrix_rate: float | None = None,
+    links: MeasuredLinks | None = None,
 ) -> OverlapFacts:
     """Return what a group's choice depends on.
 
@@ -36,6 +38,7 @@ def overlap_facts(
         grid: of the group.
         load: of a MoE layer of the model.
         memory_bandwidth, matrix_rate: of the slowest rank; None where nobody measured, and round numbers do.
+        links: as ranks have measured them; None before.
     """
     on_host = config.parallel.device == "cpu"
     ceilings = rank_ceilings(
@@ -52,6 +55,7 @@ def overlap_facts(
         ceilings=ceilings,
         link=_emulated(grid.topology) if on_host else far,
         part_seconds=_HOST_PART_SECONDS if on_host else _GPU_PART_SECONDS,
+        measured=links or MeasuredLinks(),
     )
 
 

@@ -23,24 +23,23 @@ from ..models.footprint import cache_groups, kv_groups
 from ..models.head_shares import local_config
 from ..models.loading import LoadOptions, load_weights
 from ..models.weights import bytes_by_kind
+from ..moe.probing import LinkProber
 from ..moe.wide_ep.exchanges import Exchange
 from ..moe.wide_ep.placement import ExpertPlacement
 from ..native.library import set_threads
 from ..quant import can_pack, parse_format, parse_kv_format, weight_scheme
 from ..telemetry import RankCounters, RankProgress, StepClock
 from ..telemetry.step_marks import HEAD, SAMPLING, WAIT
+from ..topologies.link_probes import LinkProbe, RankFound
 from .config import EngineConfig
 from .counter_reports import CounterReports
 from .kv_layout import kv_layout, step_limits
 from .messages import KVAllocated, Loaded
 from .plan import (
     FINISH_ERROR,
-    Admission,
-    Chunk,
     PromptLogprobs,
     RankPlan,
     RankResult,
-    SamplingState,
     StepHeader,
     TokenLogprobs,
     pack,
@@ -59,10 +58,8 @@ from .ranks.row_scan import RowScanner
 from .ranks.sampler import sample
 from .ranks.step_inputs import InputBuilder, StepInputs
 from .ranks.step_way import begin_step
+from .ranks.warm_up import FIRST_STEP, warm_up_plans
 from .rebalancing.rank_moves import RankMoves
-
-WARM_UP_TOKENS = 8
-WARM_UP_STEPS = (-2, -1)
 
 # Sees every step: what ran, the final hidden states [T, D], and whose row each is, sequence ids [T] i64.
 Observer = Callable[[ForwardBatch, torch.Tensor, np.ndarray], None]
@@ -124,6 +121,7 @@ class Worker:
         self.observer: Observer | None = None
         self.routing_log: RoutingLog | None = None
         self.moves: RankMoves | None = None
+        self._prober: LinkProber | None = None
         # Sequences that may grow beyond this length use other rotary frequencies from their first token on.
         scaling = self.model_config.rotary.scaling
         self._long_from = scaling.original_max_position if scaling is not None and scaling.kind == "longrope" else 0
@@ -133,7 +131,7 @@ class Worker:
         self._storage: KVStorage | None = None
         self._batch: WorkerBatch | None = None
         self._scan_logits, self._scan_hidden = RowScanner(), RowScanner()
-        self._next_step = WARM_UP_STEPS[0]
+        self._next_step = FIRST_STEP
 
     @property
     def decoder(self) -> Decoder:
@@ -233,6 +231,17 @@ class Worker:
         )
         self._reports.gpu = memory_counter(self.device)  # from here on: no loading and no measuring is in it
         return allocated
+
+    def probe(self, probe: LinkProbe) -> RankFound:
+        """Time an exchange or MoE layers, with all ranks of the group; after `allocate` and before any request."""
+        if self._prober is None:
+            width, dtype = self.model_config.hidden_size, self.number_format.torch_dtype
+            rows = torch.empty(0, width, dtype=dtype, device=self.device)
+            self._prober = LinkProber(self.decoder.moe_layers, self._exchange, self._placement, self.rank, rows)
+        found = self._prober.run(probe)
+        if self._reports.gpu is not None:
+            self._reports.gpu.take()  # no step moved that
+        return found
 
     @torch.inference_mode()
     def run(self, header: StepHeader, plan: RankPlan, before_layers: Callable[[], None] | None = None) -> RankResult:
@@ -367,20 +376,9 @@ class Worker:
         return _Outcome(slots=slots, tokens=tokens[kept.counts > 0], counts=counts, flags=flags)
 
     def _warm_up(self) -> None:
-        num_tokens = max(1, min(WARM_UP_TOKENS, self.config.cache.block_size - 1))
-        sampling = SamplingState(temperature=1.0, top_p=0.9, top_k=0, seed=0, num_logprobs=-1, eos_token_ids=())
-        prompt = Admission(
-            slot=0, sequence_id=0, tokens=pack(np.zeros(num_tokens)), max_length=num_tokens + 2, sampling=sampling
-        )
-        chunk = Chunk(slot=0, start=0, num_tokens=num_tokens, samples=True)
-        most = -(-(num_tokens + 1) // self.config.cache.block_size)
-        used = [min(most, blocks) for blocks in self.storage.num_blocks]
-        table = np.array([(group, 0, i, i % n) for group, n in enumerate(used) for i in range(most)])
-        plans = (RankPlan(admitted=(prompt,), grants=pack(table), chunks=(chunk,)), RankPlan(num_decodes=1))
-        for step, plan in zip(WARM_UP_STEPS, plans, strict=True):
-            self.run(
-                StepHeader(step=step, epoch=0, kind="prefill", bucket=num_tokens, exchange=self._exchange.name), plan
-            )
+        steps, used = warm_up_plans(self._exchange.name, self.config.cache.block_size, self.storage.num_blocks)
+        for header, plan in steps:
+            self.run(header, plan)
         self.batch.apply(RankPlan(), snapshot=True)
         for group, blocks in enumerate(used):
             self.storage.zero_blocks(range(blocks), group)

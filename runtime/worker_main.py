@@ -16,16 +16,19 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..telemetry import ProgressBoard, RankProgress
 from ..telemetry.progress import STATE_BUSY, STATE_IDLE, STATE_STARTING
+from ..topologies.link_probes import LinkProbe, RankFound
 from ..topologies.meeting import PeersLostError
 from .config import EngineConfig
 from .messages import (
     AllocateKV,
     DropMoves,
     KVAllocated,
+    LinksProbed,
     Loaded,
     Loading,
     Message,
     PrepareMoves,
+    ProbeLinks,
     RankCounted,
     RunStep,
     StepDone,
@@ -73,6 +76,10 @@ class RankWorker(Protocol):
 
     def allocate(self, num_blocks: int) -> KVAllocated:
         """Hold KV, run a warm-up step and measure the memory, with all ranks of the group."""
+        ...
+
+    def probe(self, probe: LinkProbe) -> RankFound:
+        """Time an exchange or MoE layers, with all ranks of the group."""
         ...
 
     def run(self, header: StepHeader, plan: RankPlan, before_layers: Callable[[], None] | None = None) -> RankResult:
@@ -182,6 +189,11 @@ def _serve(
                     on_ready()
                 progress.enter(STATE_IDLE, -1)
                 _send_alive(channel, allocated, progress)
+            case ProbeLinks(probe=probe):
+                progress.enter(STATE_STARTING, -1)
+                found = worker.probe(probe)
+                progress.enter(STATE_IDLE, -1)
+                _send_alive(channel, LinksProbed(rank=rank, found=found), progress)
             case StopWorker():
                 return True
         if worker.moves is not None and (report := worker.moves.take_report()) is not None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from .budget import ByteBudget, byte_budget, check_fits, format_bytes
 from .cost import Ceilings, Link, StepCost, Workload, step_cost
+from .exchange_cost import ExchangeCost
 from .footprint import ModelFootprint
 from .grid import RankGrid
 from .kv_sizes import StepLimits
@@ -42,20 +43,28 @@ HOST_CEILINGS = Ceilings(
 
 
 def rank_ceilings(
-    *, on_host: bool, num_ranks: int, memory_bandwidth: float | None = None, matrix_rate: float | None = None
+    *,
+    on_host: bool,
+    num_ranks: int,
+    memory_bandwidth: float | None = None,
+    matrix_rate: float | None = None,
+    exchange: ExchangeCost | None = None,
 ) -> Ceilings:
-    """Return what one rank can do: as it was measured, else its part of what is assumed; links are assumed.
+    """Return what one rank can do: as it was measured, else its part of what is assumed.
 
     Args:
         on_host: ranks share one host's memory and cores; else each has a GPU.
         num_ranks: of the group.
         memory_bandwidth, matrix_rate: of one rank, bytes/s and FLOP/s; None where nobody measured.
+        exchange: what was measured of links, with the exchange that is used.
     """
     assumed = _divided(HOST_CEILINGS, num_ranks) if on_host else GPU_CEILINGS
     return replace(
         assumed,
         memory_bandwidth=memory_bandwidth or assumed.memory_bandwidth,
         flops=matrix_rate or assumed.flops,
+        within=assumed.within if exchange is None else exchange.link(far=False),
+        between=assumed.between if exchange is None else exchange.link(far=True),
     )
 
 

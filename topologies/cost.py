@@ -158,8 +158,29 @@ class ExpertSize:
     flops: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertSpeed:
+    """Experts of one layer on one rank as they really run: the seconds of weights and of rows add up.
+
+    Attributes:
+        byte_s: for each byte of an expert that is hit.
+        flop_s: for each operation of a row.
+    """
+
+    byte_s: float
+    flop_s: float
+
+    def seconds(self, num_bytes: float, flops: float) -> float:
+        """Return how long experts of so many bytes take for rows of so many operations."""
+        return num_bytes * self.byte_s + flops * self.flop_s
+
+
 def expert_layer_seconds(
-    size: ExpertSize, ceilings: Ceilings, slot_ranges: Sequence[tuple[int, int]], domains: Sequence[int]
+    size: ExpertSize,
+    ceilings: Ceilings,
+    slot_ranges: Sequence[tuple[int, int]],
+    domains: Sequence[int],
+    experts: ExpertSpeed | None = None,
 ) -> Callable[[np.ndarray], float]:
     """Return how long the experts of one layer and their exchanges take, as a function of the rows of slots.
 
@@ -171,6 +192,7 @@ def expert_layer_seconds(
         ceilings: of each rank.
         slot_ranges: (start, stop) of each rank.
         domains: the domain of each rank.
+        experts: how fast they really run; None: as the ceilings say.
 
     Returns:
         a function of expected rows in one step [P], in seconds.
@@ -182,13 +204,17 @@ def expert_layer_seconds(
     link = (near / ceilings.within.bandwidth + far / ceilings.between.bandwidth) * EXCHANGES_A_LAYER * size.row_bytes
     latency = ceilings.between.latency if (far > 0).any() else ceilings.within.latency
     waiting = EXCHANGES_A_LAYER * latency if num_ranks > 1 else 0.0
-    expert_s, row_s = size.expert_bytes / ceilings.memory_bandwidth, size.flops / ceilings.flops
+    if experts is None:
+        expert_s, row_s = size.expert_bytes / ceilings.memory_bandwidth, size.flops / ceilings.flops
+    else:
+        expert_s, row_s = size.expert_bytes * experts.byte_s, size.flops * experts.flop_s
+    joined = np.maximum if experts is None else np.add
 
     def seconds(rows: np.ndarray) -> float:
         assert rows.shape == (num_slots,), (rows.shape, num_slots)
         hit = np.bincount(owner, -np.expm1(-rows), num_ranks)
         of_rank = np.bincount(owner, rows, num_ranks)
-        return float((np.maximum(hit * expert_s, of_rank * row_s) + of_rank * link).max()) + waiting
+        return float((joined(hit * expert_s, of_rank * row_s) + of_rank * link).max()) + waiting
 
     return seconds
 

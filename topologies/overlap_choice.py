@@ -4,7 +4,8 @@ Not an exchange (moe.wide_ep.exchanges) and no look at the machine: the engine c
 and so every rank begins the same collectives. No choice changes a token.
 
 The model of a layer: the link carries one transfer after another, and each arrives a latency later; the rank computes
-one thing after another. Halves hide transfers under experts, and read experts twice that both of them hit.
+one thing after another, and works for its exchange, too. Halves hide transfers under experts; they make that work
+twice, and read experts twice that both of them hit.
 Units: rows of one rank, bytes, seconds, FLOP; W ranks, C domains, K experts a token.
 """
 
@@ -16,6 +17,7 @@ from functools import lru_cache
 
 from .cost import Ceilings, Link, expected_hit
 from .exchange_choice import OVER_LINKS, ExchangeFacts, exchanges_to_join
+from .exchange_cost import MeasuredLinks, rows_sent
 from .footprint import ModelFootprint
 from .grid import RankGrid
 from .spec import TopologyError
@@ -23,6 +25,7 @@ from .spec import TopologyError
 OVERLAPS = ("auto", "on", "off")
 # One after another; shared experts while rows travel; that, and two halves of the rows in turns.
 NOTHING, SHARED, HALVES = "none", "shared", "halves"
+NOTHING_MEASURED = MeasuredLinks()
 MARGIN = 0.05  # of the time of a layer: a smaller gain counts as none
 
 
@@ -55,8 +58,10 @@ class OverlapFacts:
         grid: where ranks sit.
         load: of a MoE layer; None where nobody knows it.
         ceilings: of a rank.
-        link: the slowest that rows cross; None where the cores that compute carry them, so that nothing is to be won.
-        part_seconds: what a part of a batch costs beside its rows: calls, sorting, collectives.
+        link: the slowest that rows cross, as it is assumed; None where the cores that compute carry them, so that
+            nothing is to be won.
+        part_seconds: what a part of a batch costs beside its rows, as it is assumed: calls, sorting, collectives.
+        measured: what exchanges and experts really take; what is in there goes before all that is assumed.
     """
 
     asked: str
@@ -65,6 +70,7 @@ class OverlapFacts:
     ceilings: Ceilings
     link: Link | None
     part_seconds: float
+    measured: MeasuredLinks = NOTHING_MEASURED
 
 
 def moe_load(footprint: ModelFootprint) -> MoELoad | None:
@@ -115,7 +121,8 @@ def choose_overlap(exchange: str, bucket: int, facts: OverlapFacts) -> str:
     if facts.asked == "on":
         return HALVES
     rows = -(-bucket // facts.grid.topology.atp)
-    if facts.load is None or facts.link is None or rows < 2:
+    is_known = facts.link is not None or facts.measured.of(exchange) is not None
+    if facts.load is None or not is_known or rows < 2:
         return SHARED
     first = -(-rows // 2)
     whole, halves = (layer_seconds(exchange, parts, facts) for parts in ((rows,), (first, rows - first)))
@@ -127,69 +134,74 @@ def layer_seconds(exchange: str, parts: Sequence[int], facts: OverlapFacts) -> f
 
     Shared experts run while rows travel. All ranks have as many rows, and rows hit experts evenly.
     """
-    load, link, ceilings = facts.load, facts.link, facts.ceilings
-    assert load is not None and link is not None
-    topology = facts.grid.topology
-    slots = (load.num_experts + topology.red) / topology.ep
+    load, way = facts.load, _way(exchange, facts)
+    assert load is not None
+    slots = (load.num_experts + facts.grid.topology.red) / facts.grid.topology.ep
 
     def experts(rows: int) -> float:
-        read = slots * load.expert_bytes * expected_hit(load.top_k / load.num_experts, rows * topology.ep)
-        return max(read / ceilings.memory_bandwidth, rows * load.top_k * load.expert_flops / ceilings.flops)
+        hit = expected_hit(load.top_k / load.num_experts, rows * facts.grid.topology.ep)
+        return _products(slots * hit * load.expert_bytes, rows * load.top_k * load.expert_flops, facts)
 
     # A room of fixed size needs no counts; else they cross first, those of all parts at a time.
-    counted = 0.0 if exchange == "padded" else link.latency
-    link_free, arrivals = counted, []
-    for rows in parts:
-        link_free += _copies_out(exchange, rows, facts) * load.row_bytes / link.bandwidth
-        arrivals.append(link_free + link.latency)
-    shared_rows = sum(parts) * load.shared_bytes / load.expert_bytes
-    shared = max(load.shared_bytes / ceilings.memory_bandwidth, shared_rows * load.expert_flops / ceilings.flops)
-    computed, end = counted + shared, 0.0
-    for rows, arrival in zip(parts, arrivals, strict=True):
-        computed = max(computed, arrival) + experts(rows) + facts.part_seconds
-        link_free = max(link_free, computed)
-        link_free += _copies_back(exchange, rows, facts) * load.row_bytes / link.bandwidth
-        end = link_free + link.latency
-    return end
+    counted = 0.0 if exchange == "padded" else way.latency
+    sent = [rows_sent(exchange, rows, facts.grid, load.top_k) for rows in parts]
+    computed, link_free, arrivals = 0.0, counted, []
+    for part in sent:
+        working, travelling = way.seconds(part.near_out * load.row_bytes, part.far_out * load.row_bytes)
+        computed += working
+        link_free = max(link_free, computed) + travelling
+        arrivals.append(link_free + way.latency)
+    shared_flops = sum(parts) * load.shared_bytes / load.expert_bytes * load.expert_flops
+    computed = max(computed, counted) + _products(load.shared_bytes, shared_flops, facts)
+    for rows, part, arrival in zip(parts, sent, arrivals, strict=True):
+        working, travelling = way.seconds(part.near_back * load.row_bytes, part.far_back * load.row_bytes)
+        computed = max(computed, arrival) + experts(rows) + way.part_s + working
+        link_free = max(link_free, computed) + travelling
+    return link_free + way.latency
 
 
-def _copies_out(exchange: str, rows: int, facts: OverlapFacts) -> float:
-    """Return how many rows a rank with `rows` rows sends over the slowest link in a dispatch."""
-    num_ranks, near, top_k = facts.grid.topology.ep, _near(facts.grid), _top_k(facts)
-    if exchange == "padded":
-        return float((num_ranks - near) * _capacity(rows))
-    if exchange == "hierarchical":
-        return rows * _crossings(facts)
-    # A row goes once to a rank that has experts of it.
-    return rows * (num_ranks - near) * expected_hit(1.0 / num_ranks, top_k)
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """How rows go.
+
+    Attributes:
+        part_s: work for a part of a batch, however few rows it has.
+        latency: from the last byte that left to the last that arrived.
+        near_s, far_s: for each byte to the own and to other domains, of which the rank works all but the part `hidden`.
+    """
+
+    part_s: float
+    latency: float
+    near_s: float
+    far_s: float
+    hidden: float
+
+    def seconds(self, near_bytes: float, far_bytes: float) -> tuple[float, float]:
+        """Return for how long the rank works to send so many bytes, and for how long they travel."""
+        both = near_bytes * self.near_s + far_bytes * self.far_s
+        return (1 - self.hidden) * both, self.hidden * both
 
 
-def _copies_back(exchange: str, rows: int, facts: OverlapFacts) -> float:
-    """Return how many answers it sends over that link in a combine."""
-    num_ranks, near, top_k = facts.grid.topology.ep, _near(facts.grid), _top_k(facts)
-    if exchange == "padded":
-        return float((num_ranks - near) * _capacity(rows) * top_k)
-    if exchange == "hierarchical":
-        return rows * _crossings(facts)
-    return rows * top_k * (num_ranks - near) / num_ranks
+def _way(exchange: str, facts: OverlapFacts) -> _Way:
+    cost = facts.measured.of(exchange)
+    if cost is not None:
+        collectives = 2 if exchange == "padded" else 3
+        return _Way(
+            part_s=(1 - cost.hidden) * cost.fixed_s,
+            latency=cost.hidden * cost.fixed_s / collectives,
+            near_s=cost.within_s,
+            far_s=cost.between_s,
+            hidden=cost.hidden,
+        )
+    link = facts.link
+    assert link is not None
+    byte_s = 1 / link.bandwidth
+    near_s = 0.0 if facts.grid.spans_domains else byte_s
+    return _Way(part_s=facts.part_seconds, latency=link.latency, near_s=near_s, far_s=byte_s, hidden=1.0)
 
 
-def _crossings(facts: OverlapFacts) -> float:
-    """Return the expected number of other domains in which a row has experts."""
-    domains = len(facts.grid.group_domains)
-    return (domains - 1) * expected_hit(1.0 / domains, _top_k(facts))
-
-
-def _near(grid: RankGrid) -> int:
-    """Return the ranks that are not behind the slowest link: those of the smallest domain, or a rank itself."""
-    return min(grid.group_domains) if grid.spans_domains else 1
-
-
-def _top_k(facts: OverlapFacts) -> int:
-    assert facts.load is not None
-    return facts.load.top_k
-
-
-def _capacity(rows: int) -> int:
-    """Return the room that `padded` makes for `rows` rows: the next power of two."""
-    return 1 << max(0, rows - 1).bit_length()
+def _products(num_bytes: float, flops: float, facts: OverlapFacts) -> float:
+    """Return how long products take that read so many bytes of weights."""
+    if facts.measured.experts is not None:
+        return facts.measured.experts.seconds(num_bytes, flops)
+    return max(num_bytes / facts.ceilings.memory_bandwidth, flops / facts.ceilings.flops)

@@ -20,14 +20,12 @@ from ...quant import NumberFormat, parse_kv_format
 from ...telemetry import resident_of
 from ...topologies import byte_budget, parse_topology
 from ...topologies.hardware import available_memory_bytes
-from ..config import EngineConfig
+from ..config import QUICK_VARIABLE, EngineConfig
 from ..kv_layout import step_limits
 from ..resolve import kv_blocks
 
 _GPU_BUFFER_BYTES = 1 << 30
 _GPU_PASSES = 5
-# Tests set this: they start many ranks, and nobody looks at the figures. Buffer and time are then as small as may be.
-QUICK_VARIABLE = "MOEWE_QUICK_MEASURE"
 _QUICK_SECONDS, _RATE_SECONDS = 0.001, 0.1
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from moewe.moe.wide_ep import ShmExchange, ShmShape, linear_placement
-from moewe.runtime.worker import WARM_UP_TOKENS, Worker
+from moewe.runtime.ranks.warm_up import WARM_UP_TOKENS
+from moewe.runtime.worker import Worker
 from moewe.telemetry import ProgressBoard
 from moewe.topologies.host_memory import create_memory
 from tests.support.fixtures import checkpoint

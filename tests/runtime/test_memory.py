@@ -9,6 +9,7 @@ import torch
 
 from moewe.native.bandwidth import Bandwidth
 from moewe.native.matrix_rate import MatrixRate
+from moewe.runtime.config import QUICK_VARIABLE
 from moewe.runtime.ranks import memory
 
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
 
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 8 << 30)
     monkeypatch.setattr(memory, "measure_read_bandwidth", measure)
-    monkeypatch.delenv(memory.QUICK_VARIABLE, raising=False)
+    monkeypatch.delenv(QUICK_VARIABLE, raising=False)
     memory.read_bandwidth.cache_clear()
     yield shares
     memory.read_bandwidth.cache_clear()
@@ -42,7 +43,7 @@ def test_ranks_that_measure_together_share_the_memory(asked: list[tuple[int, int
 
 
 def test_tests_measure_little(asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(memory.QUICK_VARIABLE, "1")
+    monkeypatch.setenv(QUICK_VARIABLE, "1")
     memory.read_bandwidth(CPU, 2)
     assert asked == [(0, 2)]
 
@@ -55,13 +56,13 @@ def test_the_matrix_rate_is_measured_once_for_the_process(monkeypatch: pytest.Mo
         return MatrixRate(threads, bf16=7e12, int8=15e12)
 
     monkeypatch.setattr(memory, "measure_matrix_rate", measure)
-    monkeypatch.delenv(memory.QUICK_VARIABLE, raising=False)
+    monkeypatch.delenv(QUICK_VARIABLE, raising=False)
     memory.matrix_rates.cache_clear()
     try:
         for _ in range(2):
             assert memory.matrix_rates(CPU, 2) == {"bfloat16": 7e12, "int8": 15e12}
         assert len(asked) == 1 and asked[0] > 0.05
-        monkeypatch.setenv(memory.QUICK_VARIABLE, "1")
+        monkeypatch.setenv(QUICK_VARIABLE, "1")
         memory.matrix_rates(CPU, 3)
         assert asked[1] < 0.01
     finally:

@@ -13,12 +13,13 @@ import torch
 
 from moewe.moe.wide_ep.exchanges import Exchange, StagedExchange, StepwiseExchange
 from moewe.moe.wide_ep.exchanges.group_shape import GroupShape
-from moewe.moe.wide_ep.exchanges.padded import PaddedExchange, capacity_of
+from moewe.moe.wide_ep.exchanges.padded import PaddedExchange
 from moewe.moe.wide_ep.exchanges.reference import exchange_reference, legs_reference
 from moewe.moe.wide_ep.exchanges.stages import Stages, in_turns
 from moewe.moe.wide_ep.exchanges.traffic import IN_DOMAIN, SAME_RANK
 from moewe.moe.wide_ep.exchanges.wire import make_payload
 from moewe.moe.wide_ep.placement import linear_placement
+from moewe.topologies.exchange_cost import capacity_of
 from tests.support.cases import RoutingCase
 from tests.support.numerics import assert_same
 

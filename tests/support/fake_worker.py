@@ -24,6 +24,7 @@ from moewe.runtime.processes.launch import WorkerStart, board_path
 from moewe.runtime.ranks.batch import WorkerBatch
 from moewe.runtime.worker_main import run_rank
 from moewe.telemetry import ProgressBoard, RankCounters, RankProgress
+from moewe.topologies.link_probes import EXCHANGE, EXPERTS, LinkProbe, RankFound
 
 VOCAB_SIZE = 1000
 MODULE = "tests.support.fake_worker"
@@ -90,6 +91,10 @@ class FakeWorker:
             block_size=cache.block_size,
         )
         return KVAllocated(rank=self._start.rank, memory_bandwidth=1e9, cache_resident=False)
+
+    def probe(self, probe: LinkProbe) -> RankFound:
+        seconds = {name: (1e-3,) * probe.repeats for name in (EXCHANGE, EXPERTS, *probe.overlaps)}
+        return RankFound(seconds=seconds, near_bytes=1e3 * probe.rows, expert_bytes=1e6, expert_flops=1e6 * probe.rows)
 
     def run(self, header: StepHeader, plan: RankPlan, before_layers: Callable[[], None] | None = None) -> RankResult:
         if before_layers is not None:

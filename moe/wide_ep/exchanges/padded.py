@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ....topologies.exchange_cost import capacity_of
 from .contract import Dispatched
 from .group_shape import GroupShape
 from .links import Link
@@ -28,11 +29,6 @@ class _Handle:
 
     leaving: torch.Tensor
     home: SortedPairs
-
-
-def capacity_of(bucket: int) -> int:
-    """Return the rows that a step with `bucket` rows on its fullest rank makes room for: the next power of two."""
-    return 1 << max(0, bucket - 1).bit_length()
 
 
 class PaddedExchange(ExchangeOverLinks):

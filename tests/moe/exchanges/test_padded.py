@@ -9,7 +9,8 @@ from moewe.moe.wide_ep.exchanges import StepwiseExchange, ThreadHub
 from moewe.moe.wide_ep.exchanges.group_shape import GroupShape
 from moewe.moe.wide_ep.exchanges.joining import join_over_links
 from moewe.moe.wide_ep.exchanges.links import Pending
-from moewe.moe.wide_ep.exchanges.padded import PaddedExchange, capacity_of
+from moewe.moe.wide_ep.exchanges.padded import PaddedExchange
+from moewe.topologies.exchange_cost import capacity_of
 
 SHAPE = GroupShape(slot_ranges=((0, 3), (3, 6), (6, 8)))
 
