@@ -41,7 +41,7 @@ class Shutdown(Message, frozen=True, kw_only=True):
 
 
 class StartTrace(Message, frozen=True, kw_only=True):
-    """Record where the next `num_steps` steps spend time, and answer with `Traced`; `most_marks` in all end it early."""
+    """Record where `num_steps` steps spend time, and answer with `Traced`; `most_marks` in all end it early."""
 
     trace_id: int
     num_steps: int

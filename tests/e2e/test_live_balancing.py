@@ -66,7 +66,9 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(balancer, "COUNT_EVERY_S", 0.0)
     monkeypatch.setattr(balancer, "DECIDE_SHARE", 1.0)
 
-    def fullest_rank(size: object, ceilings: object, slot_ranges: tuple[tuple[int, int], ...], domains: object):
+    def fullest_rank(
+        size: object, ceilings: object, slot_ranges: tuple[tuple[int, int], ...], domains: object, **_: object
+    ):
         starts = [start for start, _ in slot_ranges]
         return lambda rows: float(np.add.reduceat(rows, starts).max())
 
