@@ -36,7 +36,6 @@ from moewe.native.bandwidth import measure_read_bandwidth
 from moewe.native.library import load, set_threads
 from moewe.native.matrix_rate import measure_matrix_rate
 from moewe.quant import Matrix, can_pack, pack
-from moewe.runtime.link_measuring import lines_of
 from moewe.runtime.options import layout_config
 from moewe.runtime.overlap import overlap_facts
 from moewe.telemetry import RankCounters
@@ -253,7 +252,7 @@ def run_rank(rank: int, num_ranks: int, folder: str, args: argparse.Namespace) -
         links = probed(name, prober, assumed, args)
         facts = replace(assumed, measured=links)
         if rank == 0:
-            print(*lines_of(links), sep="\n", flush=True)
+            print(*links.lines(), sep="\n", flush=True)
         for num_tokens in args.tokens:
             x = torch.randn(num_tokens, args.width, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16)
             through.check(x)

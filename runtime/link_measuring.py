@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from ..topologies.exchange_choice import ExchangeRule, exchanges_to_join
-from ..topologies.exchange_cost import ExchangeCost, MeasuredLinks
+from ..topologies.exchange_cost import MeasuredLinks
 from ..topologies.link_probes import BUDGET_S, LinkProbe, Probing, RankFound, found_by, probe_links
 from ..topologies.overlap_choice import OverlapFacts
 from .config import QUICK_VARIABLE
@@ -74,26 +74,9 @@ class LinkMeasuring:
             self._ask(self._probing.send(found_by(ranks, self._clock() - self._asked)))
         except StopIteration as end:
             self.links, self.is_done = end.value, True
-            for line in lines_of(end.value):
+            for line in end.value.lines():
                 log.info("%s", line)
 
     def _ask(self, probe: LinkProbe) -> None:
         self._asked = self._clock()
         self._workers.broadcast(ProbeLinks(probe=probe))
-
-
-def lines_of(links: MeasuredLinks) -> list[str]:
-    """Return a line for each exchange: what a MoE layer pays for it."""
-    return [f"links: {_said(cost)} (measured in {links.took_s:.2f} s)" for cost in links.exchanges]
-
-
-def _said(cost: ExchangeCost) -> str:
-    rates = [
-        f"{1e-6 / byte_s:.0f} MB/s {where}"
-        for where, byte_s in (("within a domain", cost.within_s), ("between domains", cost.between_s))
-        if byte_s > 0
-    ]
-    said = [f"{cost.name} takes {1e3 * cost.fixed_s:.2f} ms a layer"]
-    said += [f"rows go at {' and '.join(rates)}"] * bool(rates)
-    said += [f"{cost.hidden:.0%} of it can run under experts"] * (cost.hidden > 0)
-    return ", ".join(said)

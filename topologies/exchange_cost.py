@@ -39,6 +39,17 @@ class ExchangeCost:
         byte_s = self.between_s if far else self.within_s
         return Link(bandwidth=1 / byte_s if byte_s > 0 else float("inf"), latency=self.fixed_s / EXCHANGES_A_LAYER)
 
+    def __str__(self) -> str:
+        rates = [
+            f"{1e-6 / byte_s:.0f} MB/s {where}"
+            for where, byte_s in (("within a domain", self.within_s), ("between domains", self.between_s))
+            if byte_s > 0
+        ]
+        said = [f"{self.name} takes {1e3 * self.fixed_s:.2f} ms a layer"]
+        said += [f"rows go at {' and '.join(rates)}"] * bool(rates)
+        said += [f"{self.hidden:.0%} of it can run under experts"] * (self.hidden > 0)
+        return ", ".join(said)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLinks:
@@ -57,6 +68,10 @@ class MeasuredLinks:
     def of(self, name: str) -> ExchangeCost | None:
         """Return the cost of the exchange `name`, if it was measured."""
         return next((cost for cost in self.exchanges if cost.name == name), None)
+
+    def lines(self) -> list[str]:
+        """Return a line for each exchange: what a MoE layer pays for it."""
+        return [f"links: {cost} (measured in {self.took_s:.2f} s)" for cost in self.exchanges]
 
 
 @dataclass(frozen=True, kw_only=True)

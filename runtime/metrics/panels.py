@@ -206,6 +206,15 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("Time in collectives", "percentunit", (
                 (_rate("moewe_exchange_seconds_total", "replica", "rank", "scope"), "{{replica}}.{{rank}} {{scope}}"),
             )),
+            Panel("Exchange of a layer at start, fixed", "s", (
+                (f"moewe_exchange_fixed_seconds{{{_ONE}}}", "{{replica}} {{exchange}}"),
+            )),
+            Panel("Exchange at start, bytes", "Bps", (
+                (f"moewe_exchange_bandwidth_bytes_per_second{{{_ONE}}}", "{{replica}} {{exchange}} {{scope}}"),
+            )),
+            Panel("Exchange that experts can hide", "percentunit", (
+                (f"moewe_exchange_hidden_ratio{{{_ONE}}}", "{{replica}} {{exchange}}"),
+            )),
             Panel("Choices that no slot holds", "short", (
                 (_rate("moewe_unowned_expert_ids_total", "replica", "rank"), "{{replica}}.{{rank}}"),
             )),

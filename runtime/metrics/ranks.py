@@ -17,6 +17,7 @@ from ...moe.wide_ep.balancing import SlotWindow
 from ...telemetry import COMPONENTS, MEMORY_PARTS, PHASES, SCOPES, RankCounters
 from ..messages import BalanceStats, RankStats, Ready, Stats
 from .bound import BOUNDS, GroupSums, RankCeilings, RankSums, Verdict, judge, judge_all
+from .link_metrics import link_samples
 from .saturation import expert_imbalance, memory_bytes, s_mbu, s_mfu
 from .stats import decode_counters
 
@@ -228,6 +229,8 @@ class ReplicaMetrics:
                 yield "moewe_weight_kind_bytes", (replica, *name.split("/")), held
             for name, held in _added_up(self.ready.kv_bytes).items():
                 yield "moewe_kv_bytes", (replica, name), held
+            if self.ready.links is not None:
+                yield from link_samples(replica, self.ready.links)
         for stats, counters in zip(self.ranks, self.counters):
             yield from self._rank_samples(stats, counters)
         if self.ranks:

@@ -2,18 +2,19 @@
 
 Not the values (runtime/metrics/export.py). Names follow Prometheus: base units, `moewe_` in front, counters with
 `_total` at the end.
-Labels are bounded: replicas, ranks, phases, components, scopes, kinds and formats; never layers or experts.
+Labels are bounded: replicas, ranks, phases, components, scopes, exchanges, kinds and formats; never layers or experts.
 """
 
 from __future__ import annotations
 
 from .balance_metrics import BALANCE_METRICS
 from .cost import COST_METRICS
+from .link_metrics import LINK_METRICS
 from .metric import Metric
 from .rank_metrics import RANK_METRICS
 from .request_metrics import REQUEST_METRICS
 
-METRICS: tuple[Metric, ...] = (*REQUEST_METRICS, *COST_METRICS, *RANK_METRICS, *BALANCE_METRICS)
+METRICS: tuple[Metric, ...] = (*REQUEST_METRICS, *COST_METRICS, *RANK_METRICS, *LINK_METRICS, *BALANCE_METRICS)
 BY_NAME = {metric.name: metric for metric in METRICS}
 
 

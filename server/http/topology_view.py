@@ -36,6 +36,7 @@ def topology_map(state: ServerState) -> dict[str, Any]:
         {
             "replica": replica,
             **_balance(state, replica),
+            "links": _links(state, replica),
             "ranks": [{**rank, **_live(state, replica, rank["rank"])} for rank in _ranks(placement)],
         }
         for replica, placement in enumerate(placements)
@@ -74,6 +75,9 @@ def topology_drawing(state: ServerState) -> str:
             lines += [f"replica {replica}"] * (topology.dp > 1 and moves_experts(state.config))
             lines += [draw_placement(_placement(state, replica)), ""]
     for replica in view["replicas"]:
+        ready = state.ready[replica["replica"]] if replica["replica"] < len(state.ready) else None
+        if ready is not None and ready.links is not None:
+            lines += ready.links.lines()
         for rank in replica["ranks"]:
             start, stop = rank["slots"]
             slots = f"slots {start}-{stop - 1}" if stop > start else "no expert slots"
@@ -103,6 +107,24 @@ def _balance(state: ServerState, replica: int) -> dict[str, Any]:
     if balance is None:
         return {}
     return {"placement": balance.placement, "moves": balance.moves, "failed_rounds": balance.failures}
+
+
+def _links(state: ServerState, replica: int) -> dict[str, Any] | None:
+    """What rows of a MoE layer pay on their way, as it was measured at the start; nothing where none travel."""
+    links = state.ready[replica].links if replica < len(state.ready) else None
+    if links is None:
+        return None
+    exchanges = [
+        {
+            "exchange": cost.name,
+            "fixed_us": round(1e6 * cost.fixed_s, 1),
+            "domain_bytes_per_second": round(1 / cost.within_s) if cost.within_s else None,
+            "between_bytes_per_second": round(1 / cost.between_s) if cost.between_s else None,
+            "hidden": round(cost.hidden, 2),
+        }
+        for cost in links.exchanges
+    ]
+    return {"exchanges": exchanges, "measured_in_seconds": round(links.took_s, 3)}
 
 
 def _placement(state: ServerState, replica: int) -> ExpertPlacement:

@@ -7,7 +7,6 @@ import logging
 import pytest
 
 from moewe.runtime.config import QUICK_VARIABLE
-from moewe.runtime.link_measuring import lines_of
 from moewe.topologies.exchange_cost import ExchangeCost, MeasuredLinks
 from moewe.topologies.link_probes import ANYWHERE, EXCHANGE, EXPERTS, FAR, LAYERS, NEAR, LinkProbe, RankFound
 from moewe.topologies.overlap_choice import HALVES, SHARED
@@ -93,13 +92,13 @@ def test_all_probes_lead_to_the_speed_of_experts(
     (cost,) = links.exchanges
     assert cost.fixed_s > 0 and cost.within_s > 0 and cost.between_s > 0 and 0 <= cost.hidden <= 1
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("links: ")]
-    assert said == lines_of(links)
+    assert said == links.lines()
 
 
 def test_a_line_says_what_an_exchange_costs() -> None:
     cost = ExchangeCost(name="all_to_all", fixed_s=3.4e-3, within_s=0.0, between_s=1e-8, hidden=0.6)
     links = MeasuredLinks(exchanges=(cost,), took_s=0.31)
-    assert lines_of(links) == [
+    assert links.lines() == [
         "links: all_to_all takes 3.40 ms a layer, rows go at 100 MB/s between domains, 60% of it can run under experts "
         "(measured in 0.31 s)"
     ]

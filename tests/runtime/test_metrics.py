@@ -18,8 +18,12 @@ from moewe.runtime.metrics.saturation import expert_imbalance, imbalance, memory
 from moewe.runtime.metrics.stats import encode_counters, rank_stats
 from moewe.runtime.metrics.table import BY_NAME, METRICS, markdown_table
 from moewe.telemetry import COMPONENTS, MEMORY_PARTS, PHASES, RankCounters
+from moewe.topologies.exchange_cost import ExchangeCost, MeasuredLinks
 
 DECODE = 1
+LINKS = MeasuredLinks(
+    exchanges=(ExchangeCost(name="all_to_all", fixed_s=0.003, within_s=0.0, between_s=1e-8, hidden=0.25),)
+)
 
 
 def counted(rank: int, steps: int) -> RankStats:
@@ -54,6 +58,18 @@ def stats(steps: int) -> Stats:
 def scrape(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     families = text_string_to_metric_families(metrics.render().decode())
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def test_measured_links_are_told_where_rows_travel() -> None:
+    metrics = Metrics(version="1", model="m", topology="EP2DP1")
+    metrics.set_ready(0, ready())
+    assert not any(name.startswith("moewe_exchange_fixed") for name, _ in scrape(metrics))
+    metrics.set_ready(0, msgspec.structs.replace(ready(), links=LINKS))
+    found, own = scrape(metrics), (("exchange", "all_to_all"), ("replica", "0"))
+    assert found["moewe_exchange_fixed_seconds", own] == 0.003
+    assert found["moewe_exchange_hidden_ratio", own] == 0.25
+    rates = {labels: value for (name, labels), value in found.items() if name.startswith("moewe_exchange_bandwidth")}
+    assert rates == {(*own, ("scope", "between")): pytest.approx(1e8)}
 
 
 def test_memory_bytes_leave_out_links_and_activations() -> None:
@@ -177,7 +193,7 @@ def test_histogram_buckets_are_cumulative_and_inclusive() -> None:
 def test_everything_exported_is_in_the_table_with_its_labels() -> None:
     metrics = Metrics(version="1", model="m", topology="EP2DP1", price_per_hour=1.0)
     metrics.totals.generation_tokens = 1
-    metrics.set_ready(0, ready())
+    metrics.set_ready(0, msgspec.structs.replace(ready(), links=LINKS))
     with_counter = tuple(msgspec.structs.replace(rank, measured_bytes=1.0) for rank in stats(1).ranks)
     balance = BalanceStats(placement=0, slots=b"")
     metrics.observe_stats(0, msgspec.structs.replace(stats(1), ranks=with_counter, balance=balance))

@@ -10,6 +10,7 @@ from moewe.runtime.metrics.ranks import ReplicaMetrics
 from moewe.runtime.plan import pack
 from moewe.server.http.topology_view import HOTTEST, hottest_experts
 from moewe.server.state import Phase
+from moewe.topologies.exchange_cost import ExchangeCost, MeasuredLinks
 from tests.support.asking import error_of, fake, get, post
 from tests.support.fake_replicas import make_state
 
@@ -55,6 +56,27 @@ def test_topology_shows_where_experts_stand_after_moves() -> None:
     assert [rank["experts"] for rank in replica["ranks"]] == [[0, 3], [2, 1]]
     drawing = get(state, "/v1/topology", params={"format": "text"}).text
     assert "  rank 1  slots 2-3  experts 2 1\n" in drawing or "  rank 1  slots 2-3  experts 1 2\n" in drawing
+
+
+def test_topology_shows_what_links_cost() -> None:
+    state = make_state(fake())
+    assert get(state, "/v1/topology").json()["replicas"][0]["links"] is None
+    cost = ExchangeCost(name="all_to_all", fixed_s=0.0034, within_s=0.0, between_s=1e-8, hidden=0.6)
+    links = MeasuredLinks(exchanges=(cost,), took_s=0.31)
+    state.ready = [msgspec.structs.replace(state.ready[0], links=links)]
+    assert get(state, "/v1/topology").json()["replicas"][0]["links"] == {
+        "exchanges": [
+            {
+                "exchange": "all_to_all",
+                "fixed_us": 3400.0,
+                "domain_bytes_per_second": None,
+                "between_bytes_per_second": 100_000_000,
+                "hidden": 0.6,
+            }
+        ],
+        "measured_in_seconds": 0.31,
+    }
+    assert links.lines()[0] in get(state, "/v1/topology", params={"format": "text"}).text
 
 
 def test_topology_names_the_hottest_experts() -> None:
