@@ -201,6 +201,7 @@ class BalanceStats(msgspec.Struct, frozen=True, kw_only=True):
         move_seconds: of reading experts, of the slowest rank of each round.
         predicted_seconds: that decisions promised to save in the steps since.
         realised_seconds: that moves saved on the rows that came; negative where they did harm.
+        clocked_seconds: by how much less steps took than like ones before the first move, by a clock.
     """
 
     placement: int
@@ -212,6 +213,7 @@ class BalanceStats(msgspec.Struct, frozen=True, kw_only=True):
     move_seconds: float = 0.0
     predicted_seconds: float = 0.0
     realised_seconds: float = 0.0
+    clocked_seconds: float = 0.0
 
 
 class Stats(Message, frozen=True, kw_only=True):

@@ -26,8 +26,9 @@ BALANCE_METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "moewe_balance_gain_seconds", "gauge", ("replica", "kind"), "seconds",
-        "Step time saved by moves so far, by the model of step time: `predicted` when deciding, `realised` on the rows "
-        "that came (negative: they did harm).",
-        "`predicted` far above `realised`: the load changes faster than it is followed.",
+        "Step time saved by moves so far (negative: they did harm): by the model of step time, `predicted` when "
+        "deciding and `realised` on the rows that came; `clocked`, steps against like ones before the first move.",
+        "`predicted` far above `realised`: the load changes faster than it is followed. `clocked` far below "
+        "`realised`: the model is wrong here, or steps got longer for other reasons (contexts, neighbours).",
     ),
 )  # fmt: skip

@@ -255,6 +255,7 @@ class ReplicaMetrics:
         yield "moewe_balance_move_seconds_total", (replica,), balance.move_seconds
         yield "moewe_balance_gain_seconds", (replica, "predicted"), balance.predicted_seconds
         yield "moewe_balance_gain_seconds", (replica, "realised"), balance.realised_seconds
+        yield "moewe_balance_gain_seconds", (replica, "clocked"), balance.clocked_seconds
 
     def _observe_slots(self, now: float) -> None:
         """Put the slots of all ranks side by side, once all have counted."""

@@ -18,8 +18,16 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from ...moe.wide_ep.balancing import Decision, LoadCollector, Planner, PolicyOptions, total_steps
-from ...telemetry import PHASES
+from ...moe.wide_ep.balancing import (
+    ClockedGain,
+    Decision,
+    LoadCollector,
+    PhaseTime,
+    Planner,
+    PolicyOptions,
+    total_steps,
+)
+from ...telemetry import PHASES, RankCounters
 from ...topologies.budget import most_moves
 from ..messages import BalanceStats, DropMoves, Message, MovesPrepared, PrepareMoves
 from ..metrics.stats import counters_of
@@ -92,6 +100,8 @@ class Balancer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ranks, self._planner, self._clock = ranks, planner, clock
+        self._clocked = ClockedGain()
+        self._counted_placement = 0  # that steps up to the last count ran under
         self._collector = LoadCollector(planner.placement, top_k=top_k, least_tokens=least_tokens)
         self._decider = decider or ThreadPoolExecutor(1, "decide-moves")
         self._max_moves = most_moves(expert_bytes)
@@ -147,6 +157,7 @@ class Balancer:
             move_seconds=self._move_seconds,
             predicted_seconds=self._planner.ledger.predicted_s,
             realised_seconds=self._planner.ledger.realised_s,
+            clocked_seconds=self._clocked.saved_s,
         )
 
     def close(self) -> None:
@@ -163,6 +174,7 @@ class Balancer:
         decode = np.concatenate([rank.expert_decode_tokens for rank in ranks], axis=1)
         every = np.concatenate([rank.expert_tokens for rank in ranks], axis=1)
         by_phase = dict(zip(PHASES, ranks[0].steps.tolist(), strict=True))
+        self._clocked.observe(phase_times(ranks), moved=self._counted_placement > 0)
         window = self._collector.observe(
             {"decode": decode, "prefill": every - decode},
             {"decode": by_phase["decode"], "prefill": by_phase["prefill"] + by_phase["mixed"]},
@@ -224,6 +236,7 @@ class Balancer:
     def _come_into_force(self, current: _Round) -> None:
         """Book a round whose placement has been counted in."""
         decision, self._round = current.decision, None
+        self._counted_placement = current.placement
         self._news.append(partial(self._planner.carry_out, decision, current.seconds))
         self._collector.place(decision.placement)
         self._rounds += 1
@@ -268,6 +281,19 @@ class Balancer:
     def _most_of_a_rank(self, decision: Decision) -> int:
         owner = decision.placement.slot_rank[[move.slot for move in decision.moves]]
         return int(np.bincount(owner).max(initial=0))
+
+
+def phase_times(ranks: Sequence[RankCounters]) -> dict[str, PhaseTime]:
+    """Return how long steps of prompts and of decodes took so far, each on the rank that was busy longest."""
+    return {
+        phase: PhaseTime(
+            steps=int(ranks[0].steps[i]),
+            rows=int(sum(rank.tokens[i] for rank in ranks)),
+            seconds=max(float(rank.busy_seconds[i]) for rank in ranks),
+        )
+        for i, phase in enumerate(PHASES)
+        if phase in ("prefill", "decode")
+    }
 
 
 def _tell_and_ask(

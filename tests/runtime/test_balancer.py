@@ -178,3 +178,21 @@ def test_what_was_promised_and_what_came_of_it() -> None:
     load = logical_load(np.ones((2, 8), np.int64), decision.placement.physical_to_logical, 6)
     fullest = [4 * expected_slot_rows(one, load).max(1).sum() for one in (START, decision.placement)]
     assert stats.realised_seconds == pytest.approx(fullest[0] - fullest[1])
+
+
+def test_a_clock_compares_steps_from_the_first_of_the_new_placement_on() -> None:
+    stage = Stage()
+    for step in range(3):
+        stage.mark()
+        stage.count(step)
+    stage.balancer.begin(swap())
+    stage.report("", "")
+    assert stage.mark().counts, "the last step of the old placement"
+    stage.count(3)
+    assert stage.mark().placement == 1
+    assert stage.balancer.stats().clocked_seconds == 0.0
+    for counters in stage.counters:
+        counters.begin_step("decode", 1)
+        counters.end_step(0.125)
+    stage.balancer.counted(4, [encode_counters(counters) for counters in stage.counters])
+    assert stage.balancer.stats().clocked_seconds == pytest.approx(0.5 - 0.125)

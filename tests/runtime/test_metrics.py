@@ -132,6 +132,7 @@ def test_moves_of_experts_are_exported_in_seven_series_a_replica() -> None:
     balance = BalanceStats(
         placement=5, slots=b"", moves=30, rounds=5, failures=2, taken_back=1, move_seconds=1.5,
         predicted_seconds=4.0, realised_seconds=-0.5,
+        clocked_seconds=0.75,
     )  # fmt: skip
     metrics.observe_stats(0, msgspec.structs.replace(stats(4), balance=balance))
     found = {key: value for key, value in scrape(metrics).items() if key[0].startswith("moewe_balance")}
@@ -144,6 +145,7 @@ def test_moves_of_experts_are_exported_in_seven_series_a_replica() -> None:
         ("moewe_balance_move_seconds_total", (replica,)): 1.5,
         ("moewe_balance_gain_seconds", (("kind", "predicted"), replica)): 4.0,
         ("moewe_balance_gain_seconds", (("kind", "realised"), replica)): -0.5,
+        ("moewe_balance_gain_seconds", (("kind", "clocked"), replica)): 0.75,
     }
 
 

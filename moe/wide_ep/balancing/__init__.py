@@ -1,5 +1,6 @@
 """How much each expert gets (load windows, load files) and what a placement makes of it; pure: numpy in, arrays out."""
 
+from .clocked import ClockedGain, PhaseTime
 from .expected import expected_imbalance, expected_rows
 from .ledger import Ledger, Planner, simulate
 from .load_file import ExpertLoad, read_load, write_load
@@ -8,6 +9,7 @@ from .load_window import SlotWindow, logical_load, rank_imbalance
 from .policy import Decision, LayerTime, Move, PolicyOptions, choose_moves
 
 __all__ = [
+    "ClockedGain",
     "Decision",
     "ExpertLoad",
     "LayerTime",
@@ -16,6 +18,7 @@ __all__ = [
     "LoadSteps",
     "Move",
     "PhaseLoad",
+    "PhaseTime",
     "Planner",
     "PolicyOptions",
     "SlotWindow",
