@@ -1,8 +1,8 @@
-"""The counter of a GPU's memory traffic, where it has one: NVML's GPM, read in this process (Hopper and newer).
+"""What a GPU counts of itself and NVML tells this process: memory traffic (GPM, Hopper and newer) and energy (Volta).
 
 Not a model (telemetry counts what is touched) and not a profiler: two samples, and what lies between them. Needs the
-package nvidia-ml-py; without it, on older GPUs and where the driver refuses, there is no counter.
-Units: bytes, seconds of the monotonic clock.
+package nvidia-ml-py; without it, on older GPUs and where the driver refuses, a counter is missing.
+Units: bytes, joules, seconds of the monotonic clock.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import importlib
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
+Made = TypeVar("Made")
 
 # NVML asks for at least 100 ms between two samples.
 SHORTEST_S = 0.1
@@ -33,9 +35,7 @@ class GpmCounter:
 
     def __init__(self, nvml: Any, device: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._nvml, self._device, self._clock = nvml, device, clock
-        # Double data rate: two transfers a clock, of as many bits as the bus is wide.
-        megahertz = nvml.nvmlDeviceGetMaxClockInfo(device, nvml.NVML_CLOCK_MEM)
-        self.peak_bytes_per_second: float = 2e6 * megahertz * nvml.nvmlDeviceGetMemoryBusWidth(device) / 8
+        self.peak_bytes_per_second = peak_bandwidth(nvml, device)
         self._earlier, self._later = nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()
         nvml.nvmlGpmSampleGet(device, self._earlier)
         self._taken = clock()
@@ -63,18 +63,84 @@ class GpmCounter:
         return float(asked.metrics[0].value) / 100 * self.peak_bytes_per_second * seconds
 
 
-def open_counter(uuid: str) -> GpmCounter | None:
-    """Return the counter of the GPU with this UUID (`GPU-...`), None where there is none."""
+class EnergyCounter:
+    """Adds up what one GPU uses.
+
+    Args:
+        nvml: the module `pynvml`, initialised.
+        device: its handle.
+
+    Raises:
+        nvml.NVMLError: the driver refuses.
+    """
+
+    def __init__(self, nvml: Any, device: Any) -> None:
+        self._nvml, self._device = nvml, device
+        self._last = self._millijoules()
+
+    def take(self) -> float:
+        """Return the joules since the last call; 0 where the counter began anew or does not answer now."""
+        try:
+            now = self._millijoules()
+        except self._nvml.NVMLError:
+            return 0.0
+        gained, self._last = now - self._last, now
+        return 1e-3 * max(0, gained)
+
+    def _millijoules(self) -> int:
+        return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuCounters:
+    """What is known of one GPU.
+
+    Attributes:
+        uuid: `GPU-...`.
+        peak_bytes_per_second: what its memory can move in theory; 0 where the driver does not say.
+        memory, energy: None where there is no such counter.
+    """
+
+    uuid: str
+    peak_bytes_per_second: float = 0.0
+    memory: GpmCounter | None = None
+    energy: EnergyCounter | None = None
+
+
+def peak_bandwidth(nvml: Any, device: Any) -> float:
+    """Return bytes/s at double data rate: two transfers a clock, of as many bits as the bus is wide."""
+    megahertz = nvml.nvmlDeviceGetMaxClockInfo(device, nvml.NVML_CLOCK_MEM)
+    return float(2e6 * megahertz * nvml.nvmlDeviceGetMemoryBusWidth(device) / 8)
+
+
+def open_counters(uuid: str) -> GpuCounters:
+    """Return the counters of the GPU with this UUID (`GPU-...`), as far as there are any."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
-        return None
+        return GpuCounters(uuid=uuid)
     try:
         nvml.nvmlInit()
         device = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        if not nvml.nvmlGpmQueryDeviceSupport(device).isSupportedDevice:
-            return None
-        return GpmCounter(nvml, device)
     except nvml.NVMLError as error:
-        log.debug("no counter of memory traffic: %s", error)
+        log.debug("no counters of %s: %s", uuid, error)
+        return GpuCounters(uuid=uuid)
+
+    def memory() -> GpmCounter | None:
+        supported = nvml.nvmlGpmQueryDeviceSupport(device).isSupportedDevice
+        return GpmCounter(nvml, device) if supported else None
+
+    return GpuCounters(
+        uuid=uuid,
+        peak_bytes_per_second=_unless_refused(nvml, lambda: peak_bandwidth(nvml, device)) or 0.0,
+        memory=_unless_refused(nvml, memory),
+        energy=_unless_refused(nvml, lambda: EnergyCounter(nvml, device)),
+    )
+
+
+def _unless_refused(nvml: Any, make: Callable[[], Made | None]) -> Made | None:
+    try:
+        return make()
+    except nvml.NVMLError as error:
+        log.debug("a counter is missing: %s", error)
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ..native.gpu_counters import GpmCounter
+from ..native.gpu_counters import GpuCounters
 from ..telemetry import RankCounters
 from .metrics.stats import encode_counters
 from .ranks.held_memory import HeldMemory
@@ -25,7 +25,7 @@ class CounterReports:
 
     Attributes:
         held: what the rank holds in memory; None before it is allocated.
-        gpu: the hardware's counter of memory traffic; None where there is none.
+        gpu: counters of the hardware; None on a CPU.
     """
 
     def __init__(self, counters: RankCounters, clock: Callable[[], float] = time.monotonic) -> None:
@@ -33,7 +33,7 @@ class CounterReports:
         self._sent = 0.0
         self._due = False
         self.held: HeldMemory | None = None
-        self.gpu: GpmCounter | None = None
+        self.gpu: GpuCounters | None = None
 
     def after_step(self, *, goes_on: bool, at_once: bool) -> bytes:
         """Return the counters if they are due: in time, where nothing `goes_on`, or `at_once`; else nothing."""
@@ -50,8 +50,18 @@ class CounterReports:
         """Nothing is due: the counters began anew."""
         self._due = False
 
+    def forget_gpu(self) -> None:
+        """What the GPU has done until now was for no step."""
+        self._take_gpu()
+
+    def _take_gpu(self) -> tuple[float, float]:
+        """Return bytes and joules since the last call, 0 without a counter."""
+        memory, energy = (None, None) if self.gpu is None else (self.gpu.memory, self.gpu.energy)
+        return 0.0 if memory is None else memory.take(), 0.0 if energy is None else energy.take()
+
     def _encoded(self) -> bytes:
         self._sent, self._due = self._clock(), False
-        if self.gpu is not None:
-            self._counters.measured_bytes += self.gpu.take()
+        moved, joules = self._take_gpu()
+        self._counters.measured_bytes += moved
+        self._counters.joules += joules
         return encode_counters(self._counters, self.held.parts() if self.held is not None else ())

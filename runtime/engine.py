@@ -15,9 +15,10 @@ from typing import Protocol
 
 from .deltas import TokenText, logprob_entries, prompt_entries
 from .grammar_masks import GrammarMasks, MadeMask
-from .messages import INVALID_REQUEST, QUEUE_FULL, BalanceStats, Delta, LogprobEntry, Submit, refusal
+from .messages import INVALID_REQUEST, QUEUE_FULL, Delta, LogprobEntry, Submit, refusal
 from .params import SamplingParams
 from .plan import StepPlan, StepResult, unpack
+from .rank_stats import BalanceStats
 from .scheduler import Scheduler
 from .scheduling.admission import QueueFullError
 from .scheduling.request import Request, SequenceUpdate

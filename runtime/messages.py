@@ -12,6 +12,7 @@ from ..topologies.exchange_cost import MeasuredLinks
 from ..topologies.link_probes import LinkProbe, RankFound
 from .params import SamplingParams
 from .plan import RankPlan, RankResult, StepHeader
+from .rank_stats import BalanceStats, Gpu, RankStats
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -136,6 +137,7 @@ class Ready(Message, frozen=True, kw_only=True):
         expert_slots: per rank, expert slots of a MoE layer that it holds; they stay as many when experts move.
         weight_kinds: per rank, bytes held by `kind/format` (models.weights.bytes_by_kind).
         kv_bytes: per rank, bytes of the KV pool by number format, scales included.
+        gpus: per rank, which one it runs on; empty on CPUs.
         pids: worker processes (the engine's own pid for ranks that are threads).
         links: what exchanges really take; None where no rows travel.
     """
@@ -153,67 +155,7 @@ class Ready(Message, frozen=True, kw_only=True):
     kv_bytes: tuple[dict[str, int], ...] = ()
     matrix_rates: tuple[dict[str, float], ...] = ()
     links: MeasuredLinks | None = None
-
-
-class CounterRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Cumulative counters of one rank: telemetry.RankCounters, flattened row-major (runtime/metrics/stats.py).
-
-    `memory` is what it holds now, bytes, an entry for each of telemetry.MEMORY_PARTS; empty where that is not known.
-    """
-
-    bytes_moved: bytes
-    flops: bytes
-    busy_seconds: bytes
-    host_seconds: bytes
-    starved_seconds: bytes
-    steps: bytes
-    tokens: bytes
-    expert_tokens: bytes
-    expert_decode_tokens: bytes
-    exchange_bytes: bytes
-    exchange_seconds: bytes
-    num_moe_layers: int
-    unowned_ids: int
-    waited_seconds: float
-    measured_bytes: float
-    memory: tuple[int, ...] = ()
-
-
-class RankStats(CounterRecord, frozen=True, kw_only=True):
-    """Counters of one rank, and the KV blocks of its cache group that is used most."""
-
-    rank: int
-    used_blocks: int
-    total_blocks: int
-    cache_resident: bool = False
-
-
-class BalanceStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What live balancing has done; sums since the start, seconds of steps by the model of step time.
-
-    Attributes:
-        placement: number of the placement that holds.
-        slots: i32 [slots of the group], the expert in each slot of the first MoE layer.
-        moves: experts that were moved.
-        rounds: placements that came into force.
-        failures: rounds that some rank could not prepare.
-        taken_back: rounds among `rounds` that undid others.
-        move_seconds: of reading experts, of the slowest rank of each round.
-        predicted_seconds: that decisions promised to save in the steps since.
-        realised_seconds: that moves saved on the rows that came; negative where they did harm.
-        clocked_seconds: by how much less steps took than like ones before the first move, by a clock.
-    """
-
-    placement: int
-    slots: bytes
-    moves: int = 0
-    rounds: int = 0
-    failures: int = 0
-    taken_back: int = 0
-    move_seconds: float = 0.0
-    predicted_seconds: float = 0.0
-    realised_seconds: float = 0.0
-    clocked_seconds: float = 0.0
+    gpus: tuple[Gpu, ...] = ()
 
 
 class Stats(Message, frozen=True, kw_only=True):
@@ -347,6 +289,7 @@ class KVAllocated(Message, frozen=True, kw_only=True):
         cache_resident: that was measured in a cache, and says nothing about memory.
         matrix_rates: operations/s of its products in cache by number format, while all multiply; empty: not known.
         kv_bytes: of the pool by number format, scales included.
+        gpu: which one it runs on; None on a CPU.
     """
 
     rank: int
@@ -354,6 +297,7 @@ class KVAllocated(Message, frozen=True, kw_only=True):
     cache_resident: bool = False
     kv_bytes: dict[str, int] = {}
     matrix_rates: dict[str, float] = {}
+    gpu: Gpu | None = None
 
 
 class LinksProbed(Message, frozen=True, kw_only=True):

@@ -45,12 +45,13 @@ from .plan import (
     pack,
 )
 from .ranges import moves_experts
+from .rank_stats import Gpu
 from .ranks.batch import StepRows, WorkerBatch
 from .ranks.choice import Choice, agree
 from .ranks.finish import Committed
 from .ranks.held_memory import HeldMemory
 from .ranks.logit_edits import LogitEdits, edited
-from .ranks.memory import blocks_that_fit, matrix_rates, memory_counter, read_bandwidth, resident_on
+from .ranks.memory import blocks_that_fit, gpu_counters, matrix_rates, read_bandwidth, resident_on
 from .ranks.metered import metered
 from .ranks.reports import chosen_logprobs, prompt_logprobs
 from .ranks.routing_log import RoutingLog
@@ -222,15 +223,16 @@ class Worker:
         )  # fmt: skip
         self._warm_up()
         measured = read_bandwidth(self.device, self.num_ranks)
-        allocated = KVAllocated(
+        rates = matrix_rates(self.device, self.num_ranks)
+        gpu = self._reports.gpu = gpu_counters(self.device)  # from here on: no loading and no measuring is in it
+        return KVAllocated(
             rank=self.rank,
             memory_bandwidth=measured.bytes_per_second,
             cache_resident=measured.cache_resident,
-            matrix_rates=matrix_rates(self.device, self.num_ranks),
+            matrix_rates=rates,
             kv_bytes=self._storage.bytes_by_format(),
+            gpu=None if gpu is None else Gpu(uuid=gpu.uuid, peak_bytes_per_second=gpu.peak_bytes_per_second),
         )
-        self._reports.gpu = memory_counter(self.device)  # from here on: no loading and no measuring is in it
-        return allocated
 
     def probe(self, probe: LinkProbe) -> RankFound:
         """Time an exchange or MoE layers, with all ranks of the group; after `allocate` and before any request."""
@@ -239,8 +241,7 @@ class Worker:
             rows = torch.empty(0, width, dtype=dtype, device=self.device)
             self._prober = LinkProber(self.decoder.moe_layers, self._exchange, self._placement, self.rank, rows)
         found = self._prober.run(probe)
-        if self._reports.gpu is not None:
-            self._reports.gpu.take()  # no step moved that
+        self._reports.forget_gpu()  # no step moved that
         return found
 
     @torch.inference_mode()

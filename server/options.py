@@ -34,6 +34,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         log_stats_interval_s: a line of statistics this often while busy.
         metrics_compat: /metrics has our figures under the names of this server, too: vllm or sglang.
         price_per_hour: what the server costs, all ranks, in any currency; /metrics then tells the cost of tokens.
+        dcgm_url: an exporter of counters of GPUs; None: only what ranks can ask themselves.
         tool_call_parser, reasoning_parser: formats of text/parsers, `auto` by the chat template, or `none`.
         enable_auto_tool_choice: as with vLLM; calls are read whenever a format is known, so it changes nothing.
     """
@@ -58,6 +59,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     log_stats_interval_s: float = 10.0
     metrics_compat: str | None = None
     price_per_hour: float | None = None
+    dcgm_url: str | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     enable_auto_tool_choice: bool = False

@@ -53,6 +53,7 @@ class RankCounters:
     unowned_ids: int = 0
     waited_seconds: float = 0.0  # of `exchange_seconds`, those in which nothing travelled, where that is known
     measured_bytes: float = 0.0  # that a hardware counter of this rank's memory saw, all traffic; 0 without one
+    joules: float = 0.0  # that this rank's GPU used; 0 without a counter
     phase: int = _PHASE["idle"]
 
     def __post_init__(self) -> None:
@@ -100,4 +101,4 @@ class RankCounters:
         for item in fields(self):
             if isinstance(values := getattr(self, item.name), np.ndarray):
                 values[...] = 0
-        self.unowned_ids, self.waited_seconds, self.measured_bytes = 0, 0.0, 0.0
+        self.unowned_ids, self.waited_seconds, self.measured_bytes, self.joules = 0, 0.0, 0.0, 0.0

@@ -66,8 +66,8 @@ RUNTIME_EDGES = {
     "scheduling": {"plan", "params"},
     "ranks": {"plan", "config", "resolve", "kv_layout"},
     "processes": {"plan", "messages", "config", "worker_main", "kernels"},
-    "metrics": {"plan", "messages"},
-    "rebalancing": {"plan", "messages", "metrics"},
+    "metrics": {"plan", "messages", "rank_stats"},
+    "rebalancing": {"plan", "messages", "rank_stats", "metrics"},
 }
 
 # The same inside the server, from the lowest up: a folder imports only from rows above its own, and the files beside

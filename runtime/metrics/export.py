@@ -11,7 +11,7 @@ import os
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
@@ -24,10 +24,11 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from ...telemetry import peak_of
+from ...telemetry import HostEnergy, peak_of
 from ..messages import Delta, Ready, Stats
 from .compat import foreign_families
 from .cost import cost_samples
+from .dcgm import GpuReading
 from .ranks import ReplicaMetrics
 from .table import BY_NAME
 
@@ -93,6 +94,7 @@ class Metrics(Collector):
         version, model, topology: labels of `moewe_info`.
         compat: a key of `compat.STYLES`: the same figures under the names of another server, too.
         price_per_hour: of the server, from now on; None shows no cost.
+        energy: counters of the host; made here unless given.
     """
 
     def __init__(
@@ -103,11 +105,13 @@ class Metrics(Collector):
         topology: str,
         compat: str | None = None,
         price_per_hour: float | None = None,
+        energy: HostEnergy | None = None,
     ) -> None:
         self._info = (version, model, topology)
         self._compat = compat
         self._price_per_hour = price_per_hour
         self._began = time.monotonic()
+        self._energy = HostEnergy() if energy is None else energy
         self.ready = False
         self.totals = Totals()
         self.replicas: dict[int, ReplicaMetrics] = {}
@@ -171,8 +175,14 @@ class Metrics(Collector):
         self._replica(replica).begin(ready, time.monotonic())
 
     def observe_stats(self, replica: int, stats: Stats) -> None:
-        """Note the latest statistics of a replica."""
+        """Note the latest statistics of a replica; they come at least once a second."""
+        self._energy.read()
         self._replica(replica).observe(stats, time.monotonic())
+
+    def observe_exporter(self, readings: Mapping[str, GpuReading]) -> bool:
+        """Note what a DCGM exporter says; return whether it knows any of our GPUs."""
+        now = time.monotonic()
+        return any([replica.observe_exporter(readings, now) for replica in self.replicas.values()])
 
     def _replica(self, replica: int) -> ReplicaMetrics:
         return self.replicas.setdefault(replica, ReplicaMetrics(replica))
@@ -202,6 +212,8 @@ class Metrics(Collector):
             "moewe_prompt_tokens_total": [((), self.totals.prompt_tokens)],
             "moewe_generation_tokens_total": [((), self.totals.generation_tokens)],
         }
+        if joules := self._energy.joules():
+            values["moewe_host_energy_joules_total"] = [((zone,), used) for zone, used in joules.items()]
         pids = [pid for replica in self.replicas.values() if replica.ready is not None for pid in replica.ready.pids]
         if (peak := peak_of([os.getpid(), *pids])) is not None:  # an engine is the parent of its ranks
             values["moewe_peak_memory_bytes"] = [((), peak)]

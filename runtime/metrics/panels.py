@@ -189,6 +189,20 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
+        "Energy",
+        (
+            Panel("Power of GPUs", "watt", (
+                (_rate("moewe_gpu_energy_joules_total", "replica", "rank"), "{{replica}}.{{rank}}"),
+            )),
+            Panel("Power of the host, all programs", "watt", (
+                (_rate("moewe_host_energy_joules_total", "zone"), "{{zone}}"),
+            )),
+            Panel("Joules of GPUs for a generated token", "joule", (
+                (f"{_rate('moewe_gpu_energy_joules_total')} / {_rate('moewe_generation_tokens_total')}", "GPUs"),
+            )),
+        ),
+    ),
+    (
         "Experts and links",
         (
             Panel("Imbalance", "short", (

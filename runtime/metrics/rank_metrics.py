@@ -98,8 +98,8 @@ RANK_METRICS = (
     ),
     Metric(
         "moewe_measured_memory_bytes_total", "counter", _RANK, "bytes",
-        "All traffic of the GPU's memory as its own counter saw it (NVML GPM: Hopper and newer, with nvidia-ml-py); "
-        "nothing where there is none.",
+        "All traffic of the GPU's memory as its own counter saw it: NVML GPM (Hopper and newer, with nvidia-ml-py), "
+        "else the exporter of `--dcgm-url`; nothing where there is none.",
         "See the error ratio.",
     ),
     Metric(
@@ -108,6 +108,13 @@ RANK_METRICS = (
         "counter.",
         "Far below 0, the hardware moves what is not counted: activations, copies of formats without a kernel, other "
         "programs. Above 0, weights come from its cache.",
+    ),
+    Metric(
+        "moewe_gpu_energy_joules_total", "counter", _RANK, "joules",
+        "What the rank's GPU has used since the rank was ready: NVML (Volta and newer, with nvidia-ml-py), else the "
+        "exporter of `--dcgm-url`; nothing where there is none. Its rate is watts.",
+        "Divide by tokens: larger batches and lower formats need fewer joules for each. At the board's limit clocks "
+        "fall.",
     ),
     Metric(
         "moewe_matrix_operations_total", "counter", (*_RANK, "component"), "operations",

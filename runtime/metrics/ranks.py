@@ -15,8 +15,10 @@ import numpy as np
 
 from ...moe.wide_ep.balancing import SlotWindow
 from ...telemetry import COMPONENTS, MEMORY_PARTS, PHASES, SCOPES, RankCounters
-from ..messages import BalanceStats, RankStats, Ready, Stats
+from ..messages import Ready, Stats
+from ..rank_stats import BalanceStats, RankStats
 from .bound import BOUNDS, GroupSums, RankCeilings, RankSums, Verdict, judge, judge_all
+from .dcgm import ExporterCounts, GpuReading
 from .link_metrics import link_samples
 from .saturation import expert_imbalance, memory_bytes, s_mbu, s_mfu
 from .stats import decode_counters
@@ -68,6 +70,7 @@ class ReplicaMetrics:
         self._baseline: _Reading | None = None  # where the window begins
         self._mark: _Reading | None = None  # where the next one will
         self.slots = SlotWindow(span_s=WINDOW_S, parts=1)  # of all ranks, side by side
+        self._exporter = ExporterCounts(() if ready is None else ready.gpus)
 
     def begin(self, ready: Ready, now: float) -> None:
         """Take what an engine says when it is ready; whatever was before it, another one counted."""
@@ -101,6 +104,12 @@ class ReplicaMetrics:
         elif now - self._mark.time >= WINDOW_S:
             self._baseline, self._mark = self._mark, reading
         self._judge()
+
+    def observe_exporter(self, readings: Mapping[str, GpuReading], now: float) -> bool:
+        """Take what a DCGM exporter says; return whether it knows any GPU of this replica."""
+        counted = [float(memory_bytes(counters.bytes_moved).sum()) for counters in self.counters]
+        self._exporter.observe(readings, counted, now)
+        return self._exporter.knows(readings)
 
     @property
     def ceiling(self) -> float:
@@ -282,10 +291,15 @@ class ReplicaMetrics:
             intensity = float(sum(values[p].sum() for values in flops)) / touched if touched > 0 else 0.0
             yield "moewe_arithmetic_intensity_operations_per_byte", (replica, phase), intensity
         for i, (stats, counters) in enumerate(zip(self.ranks, self.counters)):
-            if counters.measured_bytes:
-                labels = (replica, str(stats.rank))
+            labels = (replica, str(stats.rank))
+            if counters.measured_bytes:  # the rank's own counter is nearer than an exporter's
                 yield "moewe_measured_memory_bytes_total", labels, counters.measured_bytes
                 yield "moewe_model_error_ratio", labels, self._model_error(i)
+            elif measured := self._exporter.measured_bytes(stats.rank):
+                yield "moewe_measured_memory_bytes_total", labels, measured
+                yield "moewe_model_error_ratio", labels, self._exporter.model_error(stats.rank)
+            if joules := counters.joules or self._exporter.joules(stats.rank):
+                yield "moewe_gpu_energy_joules_total", labels, joules
         for stats, verdict in zip(self.ranks, self.verdicts):
             yield "moewe_bound", (replica, str(stats.rank), verdict.bound), 1.0
         if self.overall is not None:

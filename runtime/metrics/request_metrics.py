@@ -72,4 +72,11 @@ REQUEST_METRICS = (
         "Host memory: sum of the largest resident sets of server, engines and ranks; shared pages count for each.",
         "Near the host's memory: fewer KV blocks, lower formats, fewer replicas.",
     ),
+    Metric(
+        "moewe_host_energy_joules_total", "counter", ("zone",), "joules",
+        "What the host's packages and memory have used since start by RAPL `zone`, all programs included; nothing "
+        "where Linux has no powercap or only root may read it. Its rate is watts.",
+        "Divide by tokens: joules for each fall with larger batches, and with lower formats where memory binds. Near a "
+        "package's limit clocks fall: compare the ceilings of another start.",
+    ),
 )  # fmt: skip

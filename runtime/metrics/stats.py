@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from ...telemetry import COMPONENTS, PHASES, RankCounters
-from ..messages import CounterRecord, RankStats
 from ..plan import pack, unpack
+from ..rank_stats import CounterRecord, RankStats
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(CounterRecord)
@@ -37,6 +37,7 @@ def encode_counters(counters: RankCounters, memory: tuple[int, ...] = ()) -> byt
             unowned_ids=counters.unowned_ids,
             waited_seconds=counters.waited_seconds,
             measured_bytes=counters.measured_bytes,
+            joules=counters.joules,
             memory=memory,
         )
     )
@@ -70,6 +71,7 @@ def decode_counters(stats: CounterRecord) -> RankCounters:
         unowned_ids=stats.unowned_ids,
         waited_seconds=stats.waited_seconds,
         measured_bytes=stats.measured_bytes,
+        joules=stats.joules,
     )
     counters.bytes_moved = unpack(stats.bytes_moved, "<i8").reshape(len(PHASES), len(COMPONENTS))
     counters.flops = unpack(stats.flops, "<f8").reshape(len(PHASES), len(COMPONENTS))

@@ -14,7 +14,7 @@ import torch
 from ...models.config import ModelConfig
 from ...models.footprint import kv_groups, model_footprint
 from ...native.bandwidth import Bandwidth, measure_read_bandwidth
-from ...native.gpu_counters import GpmCounter, open_counter
+from ...native.gpu_counters import GpuCounters, open_counters
 from ...native.matrix_rate import measure_matrix_rate
 from ...quant import NumberFormat, parse_kv_format
 from ...telemetry import resident_of
@@ -78,11 +78,11 @@ def resident_on(device: torch.device) -> int | None:
     return int(total - free)
 
 
-def memory_counter(device: torch.device) -> GpmCounter | None:
-    """Return the hardware's counter of what the memory of `device` moves, None where there is none."""
+def gpu_counters(device: torch.device) -> GpuCounters | None:
+    """Return what the hardware counts of `device`; None on a CPU."""
     if device.type != "cuda":
         return None
-    return open_counter(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    return open_counters(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
 
 @cache

@@ -29,9 +29,10 @@ from ...moe.wide_ep.balancing import (
 )
 from ...telemetry import PHASES, RankCounters
 from ...topologies.budget import most_moves
-from ..messages import BalanceStats, DropMoves, Message, MovesPrepared, PrepareMoves
+from ..messages import DropMoves, Message, MovesPrepared, PrepareMoves
 from ..metrics.stats import counters_of
 from ..plan import StepPlan, pack
+from ..rank_stats import BalanceStats
 
 log = logging.getLogger(__name__)
 

@@ -37,6 +37,8 @@ def serve(settings: Settings) -> int:
     options = server_options(settings.http)
     tls_context(options)
     config = config_of(settings)
+    if options.dcgm_url is not None and config.parallel.device == "cpu":
+        raise ValueError("--dcgm-url names counters of GPUs, but --device is cpu; leave it out, or use --device cuda")
     with bind(options.host, options.port) as listener:
         warn_of_open_door(listener, options)
         from ...runtime.generation_defaults import generation_defaults
@@ -80,6 +82,10 @@ def server_options(http: dict[str, Any]) -> ServerOptions:
 
         if compat not in STYLES:
             raise ValueError(f"--metrics-compat {compat!r} is not known; use {' or '.join(STYLES)}")
+    if (exporter := values.get("dcgm_url")) is not None:
+        from ..http.exporter_watch import check_exporter_url
+
+        values["dcgm_url"] = check_exporter_url(exporter)
     output_format(values.get("tool_call_parser", "auto"), values.get("reasoning_parser", "auto"), None)
     keys = gather_keys(values.get("api_keys", ()), values.get("api_key_file"))
     return ServerOptions(**checked_origins(values) | {"api_keys": keys})

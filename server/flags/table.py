@@ -154,6 +154,7 @@ HTTP_FLAGS = (
     _http("max-n", "int", "Choices (n) that one prompt of a request may have.", default="128"),
     _http("log-stats-interval", "float", "Seconds between lines of statistics while busy.",
           field="log_stats_interval_s", default="10"),
+    _http("dcgm-url", "text", "A dcgm-exporter, e.g. http://127.0.0.1:9400/metrics: counters of GPUs for /metrics."),
     _http("metrics-compat", "text", "Show figures in /metrics under the names of vllm or sglang, too."),
     _http("price-per-hour", "float",
           "What all of this server costs, in any currency; /metrics then tells the cost of tokens.",

@@ -13,7 +13,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import uvicorn
 
@@ -21,6 +21,7 @@ from ...runtime.config import EngineConfig
 from ...runtime.generation_defaults import generation_defaults
 from ...runtime.kernels import prepare_kernels
 from ...runtime.messages import Failed
+from ...runtime.metrics.dcgm import GpuReading
 from ...runtime.metrics.export import Metrics
 from ...runtime.processes.child import freeze_heap
 from ...runtime.prompts import model_template, model_tokenizer, with_ends
@@ -33,6 +34,7 @@ from ..state import Phase, ServerState
 from ..terminal.console import LoadingDisplay, StatsLine, address, tell
 from .app import build_app
 from .connections import Connection
+from .exporter_watch import ExporterWatch
 from .tls import tls_context
 
 log = logging.getLogger(__name__)
@@ -165,6 +167,7 @@ class Server:
         loop.add_signal_handler(signal.SIGTERM, self._words.put_nowait, _TERM)
         loop.add_signal_handler(signal.SIGINT, self._words.put_nowait, _INTERRUPT)
         replicas: ReplicaSet | None = None
+        watch: ExporterWatch | None = None
         ticker = asyncio.ensure_future(self._tick())
         code = EXIT_NOT_STARTED
         try:
@@ -175,8 +178,11 @@ class Server:
             with self._display.shown():
                 replicas.attach(loop, self.state.hub.on_deltas, self._on_failure, lambda: self._on_ready(replicas))
                 word = await self._first_word()
+            watch = self._watch_exporter(loop) if word is None else None
             code = await self._end(word or await self._words.get())
         finally:
+            if watch is not None:
+                watch.close()
             ticker.cancel()
             await self._close(http, replicas, forced=code != EXIT_DRAINED)
         if self._failed is not None and self._failed.user_error:
@@ -256,6 +262,19 @@ class Server:
         await asyncio.sleep(FAILURE_GRACE_S)
         return EXIT_LOST
 
+    def _watch_exporter(self, loop: asyncio.AbstractEventLoop) -> ExporterWatch | None:
+        """Take counters of GPUs from the exporter that the user named, if any."""
+        url = self.state.options.dcgm_url
+        if url is None:
+            return None
+
+        def take(readings: Mapping[str, GpuReading]) -> None:
+            ours = self.state.metrics.observe_exporter(readings)
+            watch.say("" if ours else f"none of its {len(readings)} GPUs is one of ours")
+
+        watch = ExporterWatch(url, lambda readings: _call_in(loop, take, readings))
+        return watch
+
     async def _tick(self) -> None:
         line = StatsLine(self.state, self.state.options.log_stats_interval_s)
         while True:
@@ -276,6 +295,12 @@ class Server:
         if replicas is not None:
             replicas.close(CLOSE_TIMEOUT_S if ready else UNREADY_CLOSE_TIMEOUT_S)
         self._listener.close()
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object) -> None:
+    """Let the thread of `loop` make a call, unless all is over."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call, *args)
 
 
 class _Http(uvicorn.Server):

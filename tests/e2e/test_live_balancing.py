@@ -11,8 +11,8 @@ import pytest
 
 from moewe.runtime import live_balance
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
-from moewe.runtime.messages import BalanceStats
 from moewe.runtime.plan import unpack
+from moewe.runtime.rank_stats import BalanceStats
 from moewe.runtime.rebalancing import balancer
 from moewe.runtime.replicas import ReplicaSet
 from moewe.runtime.session import Session

@@ -1,4 +1,4 @@
-"""The counter of a GPU's memory traffic over a fake NVML: sums, short intervals, refusals. No GPU is asked here."""
+"""The counters of a GPU over a fake NVML: sums, short intervals, refusals. No GPU is asked here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from moewe.native.gpu_counters import GpmCounter, open_counter
+from moewe.native.gpu_counters import EnergyCounter, GpmCounter, GpuCounters, open_counters
 
 PEAK = 2e6 * 3201 * 6144 / 8  # an H200's: 3201 MHz, 6144 bits
 
@@ -24,6 +24,7 @@ class FakeNvml(ModuleType):
     def __init__(self) -> None:
         super().__init__("pynvml")
         self.supported, self.fails, self.percent, self.samples = 1, False, 25.0, 0
+        self.millijoules: int | None = 5_000
 
     def nvmlInit(self) -> None:
         if self.fails:
@@ -40,6 +41,11 @@ class FakeNvml(ModuleType):
 
     def nvmlDeviceGetMemoryBusWidth(self, device: str) -> int:
         return 6144
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, device: str) -> int:
+        if self.millijoules is None:
+            raise self.NVMLError("not supported")
+        return self.millijoules
 
     def nvmlGpmSampleAlloc(self) -> SimpleNamespace:
         return SimpleNamespace(number=None)
@@ -82,13 +88,29 @@ def test_a_counter_that_fails_is_not_asked_again(caplog: pytest.LogCaptureFixtur
     assert counter.take() == 0.0
 
 
-def test_gpus_without_a_counter_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_energy_is_what_a_gpu_used_between_two_calls() -> None:
+    nvml = FakeNvml()
+    counter = EnergyCounter(nvml, "GPU-1")
+    gains = []
+    for millijoules in (5_250, 5_250, None, 6_250, 100, 350):  # None: no answer; 100: the driver was loaded anew
+        nvml.millijoules = millijoules
+        gains.append(counter.take())
+    assert gains == pytest.approx([0.25, 0.0, 0.0, 1.0, 0.0, 0.25])
+
+
+def test_gpus_have_the_counters_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert open_counter("GPU-1") is None
+    assert open_counters("GPU-1") == GpuCounters(uuid="GPU-1")
     nvml = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert isinstance(open_counter("GPU-1"), GpmCounter)
+    found = open_counters("GPU-1")
+    assert isinstance(found.memory, GpmCounter) and isinstance(found.energy, EnergyCounter)
+    assert (found.uuid, found.peak_bytes_per_second) == ("GPU-1", PEAK)
     nvml.supported = 0
-    assert open_counter("GPU-1") is None
-    nvml.supported, nvml.fails = 1, True
-    assert open_counter("GPU-1") is None
+    found = open_counters("GPU-1")
+    assert found.memory is None and found.energy is not None and found.peak_bytes_per_second == PEAK
+    nvml.supported, nvml.millijoules = 1, None
+    found = open_counters("GPU-1")
+    assert found.memory is not None and found.energy is None
+    nvml.fails = True
+    assert open_counters("GPU-1") == GpuCounters(uuid="GPU-1")

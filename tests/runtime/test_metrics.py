@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from moewe.runtime.messages import BalanceStats, Delta, RankStats, Ready, Stats
+from moewe.runtime.messages import Delta, Ready, Stats
 from moewe.runtime.metrics.bound import BOUNDS
 from moewe.runtime.metrics.export import Histogram, Metrics
 from moewe.runtime.metrics.ranks import WINDOW_S, ReplicaMetrics
 from moewe.runtime.metrics.saturation import expert_imbalance, imbalance, memory_bytes
 from moewe.runtime.metrics.stats import encode_counters, rank_stats
 from moewe.runtime.metrics.table import BY_NAME, METRICS, markdown_table
-from moewe.telemetry import COMPONENTS, MEMORY_PARTS, PHASES, RankCounters
+from moewe.runtime.rank_stats import BalanceStats, RankStats
+from moewe.telemetry import COMPONENTS, MEMORY_PARTS, PHASES, HostEnergy, RankCounters
 from moewe.topologies.exchange_cost import ExchangeCost, MeasuredLinks
 
 DECODE = 1
@@ -192,11 +193,16 @@ def test_histogram_buckets_are_cumulative_and_inclusive() -> None:
     assert histogram.total == 11.5
 
 
-def test_everything_exported_is_in_the_table_with_its_labels() -> None:
-    metrics = Metrics(version="1", model="m", topology="EP2DP1", price_per_hour=1.0)
+def test_everything_exported_is_in_the_table_with_its_labels(tmp_path: Path) -> None:
+    package = tmp_path / "intel-rapl:0"
+    package.mkdir()
+    for file, text in (("name", "package-0"), ("energy_uj", "5"), ("max_energy_range_uj", "9")):
+        (package / file).write_text(text)
+    energy = HostEnergy(tmp_path)
+    metrics = Metrics(version="1", model="m", topology="EP2DP1", price_per_hour=1.0, energy=energy)
     metrics.totals.generation_tokens = 1
     metrics.set_ready(0, msgspec.structs.replace(ready(), links=LINKS))
-    with_counter = tuple(msgspec.structs.replace(rank, measured_bytes=1.0) for rank in stats(1).ranks)
+    with_counter = tuple(msgspec.structs.replace(rank, measured_bytes=1.0, joules=2.0) for rank in stats(1).ranks)
     balance = BalanceStats(placement=0, slots=b"")
     metrics.observe_stats(0, msgspec.structs.replace(stats(1), ranks=with_counter, balance=balance))
     metrics.error(503)
@@ -311,7 +317,7 @@ def test_a_rank_has_at_most_64_series_whatever_the_model(layers: int, experts: i
         counters.add_expert_tokens(np.ones((layers, experts), np.int64))
         counters.end_step(1.0, 0.5, 0.5)
     if device == "gpu":
-        counters.measured_bytes = 1.0
+        counters.measured_bytes = counters.joules = 1.0
     told = rank_stats(0, encode_counters(counters, (1,) * len(MEMORY_PARTS)), used_blocks=1, total_blocks=2)
     kinds = ("attention", "routed", "shared", "dense", "embedding", "head")
     formats = ("bfloat16", "float32", "int8", "int4", "mxfp4", "fp8_block")

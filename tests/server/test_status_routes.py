@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from moewe.runtime.messages import BalanceStats
 from moewe.runtime.metrics.ranks import ReplicaMetrics
 from moewe.runtime.plan import pack
+from moewe.runtime.rank_stats import BalanceStats
 from moewe.server.http.topology_view import HOTTEST, hottest_experts
 from moewe.server.state import Phase
 from moewe.topologies.exchange_cost import ExchangeCost, MeasuredLinks

@@ -22,11 +22,12 @@ from moewe.models.config import ModelConfig, MoEConfig, RotaryConfig
 from moewe.moe.routing import RoutingConfig
 from moewe.runtime.config import EngineConfig, ModelOptions, ParallelOptions
 from moewe.runtime.generation_defaults import GenerationDefaults
-from moewe.runtime.messages import Delta, LogprobEntry, RankStats, Ready, Stats
+from moewe.runtime.messages import Delta, LogprobEntry, Ready, Stats
 from moewe.runtime.metrics.export import Metrics
 from moewe.runtime.metrics.stats import encode_counters, rank_stats
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.plan import unpack
+from moewe.runtime.rank_stats import RankStats
 from moewe.runtime.text_output import TextOutput
 from moewe.server.http.app import build_app
 from moewe.server.http.serve import http_config
