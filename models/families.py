@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from .checkpoint import stored_format
 from .config import ConfigError, ModelConfig
@@ -312,11 +313,9 @@ def unread_fields(path: Path) -> tuple[str, ...]:
 def _load(path: Path) -> tuple[ModelConfig, Fields]:
     if not (path / "config.json").exists():
         raise ConfigError(f"{show_path(path)} holds no config.json; give a model folder as transformers saves it")
-    whole = Fields(content=read_object(path / "config.json", MAX_CONFIG_BYTES), where="config.json", defaults={})
-    name = find_family(whole, FAMILIES)
-    text = text_fields(whole, name)
-    fields = Fields(content=text.content, where=text.where, defaults=dict(FAMILIES[name].defaults))
-    config = with_end_tokens(parse_config(fields, name, FAMILIES[name]), path, fields)
+    content = read_object(path / "config.json", MAX_CONFIG_BYTES)
+    config, fields = _parse(content, "config.json")
+    config = with_end_tokens(config, path, fields)
     if fields.raw(DTYPE) is None:  # gpt-oss is published so
         config = replace(config, dtype=stored_format(path) or config.dtype)
     if (beyond := max(config.eos_token_ids, default=0)) >= config.vocab_size:
@@ -325,3 +324,20 @@ def _load(path: Path) -> tuple[ModelConfig, Fields]:
             "correct it in config.json or generation_config.json"
         )
     return config, fields
+
+
+def parse_content(content: dict[str, Any], where: str) -> ModelConfig:
+    """Return the normalised config of the fields of a config.json without its folder; `where` names it in errors.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    return _parse(content, where)[0]
+
+
+def _parse(content: dict[str, Any], where: str) -> tuple[ModelConfig, Fields]:
+    whole = Fields(content=content, where=where, defaults={})
+    name = find_family(whole, FAMILIES)
+    text = text_fields(whole, name)
+    fields = Fields(content=text.content, where=text.where, defaults=dict(FAMILIES[name].defaults))
+    return parse_config(fields, name, FAMILIES[name]), fields

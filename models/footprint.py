@@ -8,6 +8,8 @@ fused ones part by part.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..attention.tensor_parallel import HeadShare
 from ..kvcache.groups import CacheGroup
 from ..quant import NumberFormat, WeightScheme, down_scheme, head_scheme, packed_bytes, parse_format
@@ -41,14 +43,18 @@ def model_footprint(
     dtype: NumberFormat | str,
     scheme: WeightScheme | None = None,
     kv_dtype: NumberFormat | None = None,
+    foreign: Callable[[str, Parameter], int | None] | None = None,
 ) -> ModelFootprint:
     """Return what the model weighs when its weights are held as `dtype`, and its matrices quantised to `scheme`.
 
-    `name` is what a printed budget calls it. KV is stored as `kv_dtype`, or else as the weights are.
+    `name` is what a printed budget calls it. KV is stored as `kv_dtype`, or else as the weights are. `foreign` gives
+    the bytes of parameters that are held in a format of others, by name inside a layer, and None for the rest.
     """
     held, moe = _as_format(dtype), config.moe
 
     def size_of(name: str, parameter: Parameter) -> int:
+        if foreign is not None and (num_bytes := foreign(name, parameter)) is not None:
+            return num_bytes
         if scheme is not None and is_quantized_at_load(name):
             return (down_scheme(scheme) if is_down_of_all(name) else scheme).num_bytes(*parameter.shape)
         by_head = packed_by_head(name, parameter.shape)
@@ -76,8 +82,8 @@ def model_footprint(
         shared.append(shared_parameters(config, moe, layer))
         experts.append(expert_parameters(config, moe, layer))
     top_k = moe.routing.top_k if moe else 0
-    touched = sum(map(_matrix_numbers, attention + dense + routers + shared))
-    touched += top_k * sum(map(_matrix_numbers, experts)) + config.vocab_size * config.hidden_size
+    touched = sum(map(matrix_numbers, attention + dense + routers + shared))
+    touched += top_k * sum(map(matrix_numbers, experts)) + config.vocab_size * config.hidden_size
     return ModelFootprint(
         name=name,
         num_layers=config.num_layers,
@@ -96,7 +102,7 @@ def model_footprint(
         max_model_len=config.max_position_embeddings,
         activation_itemsize=held.itemsize,
         flops_per_token=2 * touched,
-        expert_flops=2 * max(map(_matrix_numbers, experts), default=0),
+        expert_flops=2 * max(map(matrix_numbers, experts), default=0),
         attention_shares=tuple(
             (atp, sum(size(each) for each in _attention(local_config(config, HeadShare(0, atp)))))
             for atp in possible_shares(config)
@@ -163,7 +169,7 @@ def _as_format(dtype: NumberFormat | str) -> NumberFormat:
     return parse_format(dtype) if isinstance(dtype, str) else dtype
 
 
-def _matrix_numbers(parameters: Parameters) -> int:
+def matrix_numbers(parameters: Parameters) -> int:
     """Return the numbers in matrices, which a token is multiplied with once each; scales are none."""
     return sum(
         parameter.num_elements * parameter.packed

@@ -38,6 +38,8 @@ INNER = {
     "moe.wide_ep.exchanges": "moe.wide_ep",
     "moe.wide_ep.balancing": "moe.wide_ep",
     "models.demo": "models",
+    "models.published": "models",
+    "topologies.planner": "topologies",
     "server.protocol": "server",
     "server.answers": "server",
     "server.intake": "server",
@@ -52,6 +54,7 @@ INNER = {
     "server.top": "server",
     "server.eval": "server",
     "server.trace": "server",
+    "server.plan": "server",
     "text.parsers": "text",
     "runtime.scheduling": "runtime",
     "runtime.ranks": "runtime",
@@ -83,6 +86,7 @@ SERVER_EDGES: dict[str, set[str]] = {
     "trace": {"client", "terminal"},
     "openapi": {"protocol", "intake", "trace", "options", "state"},
     "top": {"client", "terminal"},
+    "plan": {"terminal"},
     "http": {
         "protocol", "answers", "intake", "openapi", "terminal", "trace", "errors", "options", "hub", "state", "asker",
         "descriptors",
@@ -90,7 +94,7 @@ SERVER_EDGES: dict[str, set[str]] = {
     "commands": {"http", "protocol", "terminal", "flags", "options", "state"},
     "bench": {"commands", "client", "terminal", "flags", "descriptors"},
     "eval": {"commands", "terminal", "flags"},
-    "cli": {"commands", "bench", "eval", "top", "trace", "terminal", "flags"},
+    "cli": {"commands", "bench", "eval", "top", "trace", "plan", "terminal", "flags"},
 }  # fmt: skip
 EDGES = {"runtime": RUNTIME_EDGES, "server": SERVER_EDGES}
 

@@ -165,7 +165,8 @@ _add_command(
 _groups = {"": app, "bench": typer.Typer(help=BENCH_HELP, no_args_is_help=True)}
 app.add_typer(_groups["bench"], name="bench")
 for _tool in TOOLS:
-    _words = [_MODEL] if _tool.takes_model else [_further(_tool)] if _tool.words else []
+    _model = _argument("model", _tool.model_help) if _tool.model_help else _MODEL
+    _words = [_model] if _tool.takes_model else [_further(_tool)] if _tool.words else []
     _parameters = [*_words, *map(_parameter, _tool.flags)]
     _add(_groups[_tool.parent], _tool.name, _tool.help, _parameters, _tool.flags, _tool.run, _tool)
 

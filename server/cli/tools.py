@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..flags.table import ENGINE, HTTP_FLAGS, SHARED, TOOL, Flag, flags_of
+from .plan_flags import PLAN_FLAGS
 
 SERVER, DATA, LOAD, REQUESTS, OUTPUT = "Server to measure", "Data set", "Load", "Requests", "Output"
 RECORD, QUALITY = "Routing", "Quality"
@@ -144,6 +145,7 @@ class Tool:
         flags: all that it takes.
         run: takes `Settings` and returns the exit code.
         takes_model: MODEL is an argument.
+        model_help: what is said of it; "" says the usual.
         parent: the word before `name`, if any.
         words: the flag (a list) that further words on the command line belong to.
         words_alone: such words need no flag before them.
@@ -154,6 +156,7 @@ class Tool:
     flags: tuple[Flag, ...]
     run: Callable[[Any], int]
     takes_model: bool = True
+    model_help: str = ""
     parent: str = ""
     words: str = ""
     words_alone: bool = False
@@ -205,6 +208,12 @@ def _trace(settings: Any) -> int:
     from ..trace.command import trace
 
     return trace(settings.tool)
+
+
+def _plan(settings: Any) -> int:
+    from ..plan.command import plan
+
+    return plan(settings)
 
 
 def _run_batch(settings: Any) -> int:
@@ -287,6 +296,14 @@ TOOLS = (
         takes_model=False,
         words="url",
         words_alone=True,
+    ),
+    Tool(
+        name="plan",
+        help="Say what a layout of MODEL takes on a machine, without weights: bytes of a rank line by line, the time "
+        "of a step part by part, latencies, rates, cost, and the same layout in the flags of other servers.",
+        flags=(*PLAN_FLAGS, *flags_of(SHARED)),
+        run=_plan,
+        model_help="Folder with a config.json, the name of a published model such as deepseek-v3, or the word demo.",
     ),
 )  # fmt: skip
 TOOL_FLAG_NAMES = tuple(dict.fromkeys(flag.name for tool in TOOLS for flag in tool.flags))

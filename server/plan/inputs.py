@@ -1,0 +1,148 @@
+"""What `moewe plan` is asked: flags and files checked, and turned into the records that planning takes.
+
+Not the planning (topologies/planner/). Reads config.json and headers of safetensors, no weights.
+Units: as the help text of each flag says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...models.architecture import CHECKPOINT, architecture
+from ...models.checkpoint import find_shards
+from ...models.config import ConfigError, ModelConfig
+from ...models.families import load_config
+from ...models.loading import check_weights
+from ...models.published import published_config, published_names
+from ...models.source import resolve_model
+from ...native.bandwidth import measure_read_bandwidth
+from ...native.matrix_rate import measure_matrix_rate
+from ...topologies.choice import HOST_CEILINGS
+from ...topologies.hardware import available_memory_bytes, host_cores, host_memory_bytes
+from ...topologies.layout import Layout, load_layout
+from ...topologies.planner.architecture import Architecture
+from ...topologies.planner.hardware import LOCAL, RANKS, Hardware, load_hardware
+from ...topologies.planner.pools import CHUNK, UTILIZATION
+from ...topologies.planner.routing import Popularity, parse_popularity
+from ...topologies.planner.serving import Workload, parse_workload
+
+DEFAULT_HARDWARE = "h200"
+_FILL_SECONDS = 0.5  # of getting memory to measure: a plan answers within seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What one command asks.
+
+    Attributes:
+        model: in the formats to plan in.
+        checked: where its facts are from, in words.
+        hardware, workload, popularity: see there.
+        layout: pools by name; None searches.
+        overlap: exchanges under experts.
+        chunk: rows of prompts in a step on an attention replica.
+        utilization: of a device's memory.
+        price, watts: of a device; None where nobody says it.
+    """
+
+    model: Architecture
+    checked: str
+    hardware: Hardware
+    workload: Workload
+    popularity: Popularity
+    layout: Layout | None
+    overlap: bool
+    chunk: int
+    utilization: float
+    price: float | None
+    watts: float | None
+
+
+def read_asked(tool: Mapping[str, Any]) -> Asked:
+    """Return what the flags ask.
+
+    Raises:
+        ValueError: one line with the flag, the value and the fix.
+    """
+    name = tool.get("model")
+    if not name:
+        raise ConfigError(f"no MODEL is given; name a folder, or one of {', '.join(published_names())}")
+    config, title, checked = read_model(str(name))
+    model = architecture(
+        config, name=title, weights=tool.get("weights", CHECKPOINT), kv=tool.get("kv_cache_dtype", "auto")
+    )
+    hardware = local_hardware() if (key := tool.get("hardware", DEFAULT_HARDWARE)) == LOCAL else load_hardware(key)
+    chunk, utilization = tool.get("max_num_batched_tokens", CHUNK), tool.get("gpu_memory_utilization", UTILIZATION)
+    _check("--max-num-batched-tokens", chunk, 1, 1 << 20)
+    _check("--gpu-memory-utilization", utilization, 0.01, 1)
+    for flag in ("price", "power"):
+        if flag in tool:
+            _check(f"--{flag}", tool[flag], 1e-6, 1e6)
+    return Asked(
+        model=model,
+        checked=checked,
+        hardware=hardware,
+        workload=parse_workload(tool.get("workload", "")),
+        popularity=parse_popularity(tool.get("popularity", "uniform"), max(1, model.footprint.num_experts)),
+        layout=None if tool.get("search") else load_layout(tool.get("topology", "EP1DP1"), dialect=tool.get("dialect")),
+        overlap=bool(tool.get("overlap")),
+        chunk=chunk,
+        utilization=utilization,
+        price=tool.get("price"),
+        watts=tool.get("power", hardware.power_watts or None),
+    )
+
+
+def read_model(name: str) -> tuple[ModelConfig, str, str]:
+    """Return the config of a folder, of `demo`, or of a name in the table; what to call it; and what was looked at.
+
+    Raises:
+        ConfigError: it is none of these, or the folder's files do not belong together.
+    """
+    if name in published_names():
+        return published_config(name), name, "config from the table of published models"
+    if name != "demo" and not Path(name).expanduser().is_dir():
+        known = ", ".join(published_names())
+        raise ConfigError(f"model = {name[:80]!r} is no folder and not in the table; the table has {known}")
+    folder = resolve_model(name)
+    config = load_config(folder)
+    if not any(folder.glob("*.safetensors")):
+        return config, folder.name, "config.json (no weights beside it)"
+    check_weights(folder, config)
+    return config, folder.name, f"config.json, and headers of {len(find_shards(folder).files)} safetensors files"
+
+
+def local_hardware() -> Hardware:
+    """Return this host as it measures now: memory and products of all cores; links are orders of magnitude."""
+    cores = host_cores()
+    rate = measure_matrix_rate(cores)
+    measured = (("memory_bandwidth", "measured now"), ("bf16_flops", "measured now" if rate else "assumed"))
+    within, between = HOST_CEILINGS.within, HOST_CEILINGS.between
+    return Hardware(
+        key=LOCAL,
+        name=f"this host, {cores} cores",
+        memory_bytes=float(host_memory_bytes()),
+        memory_bandwidth=measure_read_bandwidth(cores, available_memory_bytes(), _FILL_SECONDS).bytes_per_second,
+        bf16_flops=rate.bf16 if rate else HOST_CEILINGS.flops,
+        fp8_flops=rate.int8 if rate else 0.0,
+        scale_up_bandwidth=within.bandwidth,
+        scale_up_size=cores,
+        scale_out_bandwidth=between.bandwidth,
+        dispatch_latency=within.latency,
+        combine_latency=within.latency,
+        within_efficiency=1.0,
+        between_dispatch_latency=between.latency,
+        between_combine_latency=between.latency,
+        between_efficiency=1.0,
+        decode_copies=RANKS,
+        is_shared=True,
+        sources=measured,
+    )
+
+
+def _check(flag: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{flag} {value:g} is not allowed; use {least:g} to {most:g}")

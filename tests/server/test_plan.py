@@ -1,0 +1,122 @@
+"""`moewe plan` as a command: what it prints, JSON with sources, and mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moewe.server.cli import main as cli
+from tests.support.fixtures import checkpoint, copy_checkpoint
+
+
+def run(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["plan", *words])
+    out, err = capfd.readouterr()
+    assert isinstance(left.value.code, int)
+    return left.value.code, out, err
+
+
+def record(capfd: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    code, out, err = run(capfd, *words, "--json")
+    assert (code, err) == (0, "")
+    read = json.loads(out)
+    assert isinstance(read, dict)
+    return read
+
+
+WIDE = (
+    "deepseek-v3", "--topology", "EP64DP3", "--hardware", "gb200-nvl72", "--weights", "nvfp4",
+    "--kv-cache-dtype", "fp8", "--workload", "isl=4096,osl=1024,concurrency=3072",
+)  # fmt: skip
+
+
+def test_a_plan_in_words(capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capfd, *WIDE, "--price", "4")
+    assert (code, err) == (0, "")
+    for words in (
+        "EP64DP3[adp=64,atp=1,red=0]", "3 replicas x 64 GPUs", "256 slots over 64 ranks: evenly", "domain 2",
+        "ranks 0..63: slots 0..255, 4 each", "bytes of the fullest rank", "routed experts (4 of 256 a layer)",
+        "KV cache", "exchange buffers", "vllm serve", "sglang.launch_server", "trtllm-serve", "a step of", "exchange",
+        "launch", "time to the first token", "output tokens / all GPUs",
+        "input and output tokens, prefix hits included", "a million output tokens", "J an output token",
+    ):  # fmt: skip
+        assert words in out, words
+
+
+def test_a_plan_as_json_has_sources_and_adds_up(capfd: pytest.CaptureFixture[str]) -> None:
+    plan = record(capfd, *WIDE)
+    assert all(figure["source"] for figure in plan["hardware"]["figures"].values())
+    step = plan["decode_step"]
+    assert sum(part["seconds"] for part in step["parts"]) - step["hidden_seconds"] == pytest.approx(step["seconds"])
+    budget = plan["pools"]["serve"]["budget"]
+    assert sum(line["bytes"] for line in budget["lines"]) == budget["total_bytes"] <= budget["rank_memory_bytes"]
+    served = plan["served"]
+    assert {(rate["numerator"], rate["denominator"]) for rate in served["rates"]} >= {("output tokens", "all GPUs")}
+    assert served["price_per_million_output_tokens"] is None and served["joules_per_output_token"] > 0
+
+
+def test_pools_for_prompts_and_for_decoding(capfd: pytest.CaptureFixture[str]) -> None:
+    words = [*WIDE[:2], "prefill: EP8DP4 | decode: EP64DP1", *WIDE[3:]]
+    plan = record(capfd, *words)
+    assert list(plan["pools"]) == ["prefill", "decode"] and plan["served"]["num_gpus"] == 96
+    code, out, _ = run(capfd, *words)
+    assert code == 0 and "pool prefill" in out and "pool decode" in out
+
+
+def test_a_folder_with_and_without_weights(capfd: pytest.CaptureFixture[str]) -> None:
+    folder = copy_checkpoint(checkpoint("T-QW3"))
+    load = ("--topology", "EP2DP1", "--workload", "isl=20,osl=10,concurrency=4")
+    whole = record(capfd, str(folder), *load)
+    assert "headers of 1 safetensors" in whole["model"]["facts_from"]
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    bare = record(capfd, str(folder), *load)
+    assert "no weights" in bare["model"]["facts_from"] and bare["pools"] == whole["pools"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "no MODEL is given"),
+        (["gpt-5"], "the table has deepseek-v3"),
+        (["mixtral-8x7b", "--hardware", "h300"], "did you mean"),
+        (["mixtral-8x7b", "--topology", "EP64DP3"], "use EP8DP1"),
+        (["mixtral-8x7b", "--topology", "EP1DP1", "--hardware", "a100"], "use EP2DP1"),
+        (["mixtral-8x7b", "--topology", "a: EP2DP1 | b: EP2DP1"], "prefill: .. | decode: .."),
+        (["mixtral-8x7b", "--workload", "isl=0"], "isl=0 must be a whole number"),
+        (["mixtral-8x7b", "--weights", "int2"], "use one of: checkpoint"),
+        (["mixtral-8x7b", "--kv-cache-dtype", "fp4"], "--kv-cache-dtype"),
+        (["mixtral-8x7b", "--popularity", "hot"], "use uniform or zipf"),
+        (["mixtral-8x7b", "--price", "-1"], "--price -1 is not allowed"),
+        (["mixtral-8x7b", "--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization 1.5"),
+        (["mixtral-8x7b", "--max-num-batched-tokens", "0"], "--max-num-batched-tokens 0"),
+    ],
+)
+def test_mistakes_are_one_line(capfd: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
+    code, out, err = run(capfd, *words)
+    assert code == 1 and out == "" and len(err.splitlines()) == 1 and says in err, err
+
+
+def test_a_damaged_folder_is_refused(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    code, _, err = run(capfd, str(tmp_path))
+    assert code == 1 and "model_type" in err
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = """
+import sys
+from moewe.server.cli.main import main
+try:
+    main(["plan", "--help"])
+except SystemExit as left:
+    sys.exit(f"loaded {[n for n in ('torch', 'numpy') if n in sys.modules]}" if "torch" in sys.modules else left.code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0 and "--hardware" in done.stdout, done.stderr
