@@ -4,7 +4,8 @@ Engine process, rank and native kernels are the real ones, on bench-1b; marks ar
 engine process starts (its module is this file). A part is the wall time inside its functions, summed over a step; the
 table shows the median over steps in which all requests decode. Engine and rank are two threads: parts of the engine run
 while the rank is in native code, so not all of them lengthen a step. What does is `between`: the wall time of a step
-less that of its native calls, whoever spends it.
+less that of its native calls, whoever spends it. `counting` is telemetry on the rank: bytes, operations, rows of experts, memory, and
+their encoding now and then; its goal is 1 % of a step. Five looks at the clock, without a mark, take less than one mark.
 
     python benchmarks/step_parts.py --requests 1 32
     python benchmarks/step_parts.py --threads 1 --quantization int8
@@ -33,7 +34,7 @@ PROMPT_TOKENS = 64
 SETTLED = 12  # steps at both ends of a run that are left out: prompts, and sequences that end before others
 NATIVE = ("native layers", "native head", "native rows")
 RANK = ("read message", "apply plan, rows", "inputs", "around layers", "around head", "judge", "book rows",
-        "the rest of run", "send result")  # fmt: skip
+        "counting", "the rest of run", "send result")  # fmt: skip
 ENGINE = ("plan", "send plan", "read message", "read result", "book", "text", "tell client")
 
 
@@ -77,8 +78,10 @@ def mark_engine(marks: Marks) -> None:
     """Put marks into this process, before anything of it runs."""
     from moewe.models.decoder import Decoder
     from moewe.models.native_layers import NativeLayers
+    from moewe.models.pass_counts import PassCounter
     from moewe.native.library import load
     from moewe.runtime import worker_main
+    from moewe.runtime.counter_reports import CounterReports
     from moewe.runtime.engine import Engine
     from moewe.runtime.engine_main import EngineLoop
     from moewe.runtime.processes.channel import Channel
@@ -87,6 +90,7 @@ def mark_engine(marks: Marks) -> None:
     from moewe.runtime.ranks.step_inputs import InputBuilder
     from moewe.runtime.scheduler import Scheduler
     from moewe.runtime.worker import Worker
+    from moewe.telemetry import RankCounters
 
     for owner, name, part in (
         (Scheduler, "schedule", "plan"), (Workers, "submit", "send plan"), (Workers, "_read", "read result"),
@@ -96,6 +100,8 @@ def mark_engine(marks: Marks) -> None:
         (Decoder, "forward", "around layers"), (Decoder, "step_logits", "around head"), (Worker, "_judge", "judge"),
         (WorkerBatch, "commit", "book rows"), (Worker, "run", "the rest of run"),
         (worker_main, "_send_alive", "send result"),
+        (PassCounter, "count", "counting"), (RankCounters, "add_exchange", "counting"),
+        (CounterReports, "after_step", "counting"),
     ):  # fmt: skip
         marks.patch(owner, name, part)
     library = load()
@@ -190,7 +196,10 @@ def summaries(events: list[tuple[str, int, int, int, int]], steps: int) -> dict[
     spent["between"] = whole - native[:-1]
     for side in ("rank", "engine"):
         spent[f"{side}, all parts"] = np.sum([v for name, v in spent.items() if name.startswith(f"{side}:")], axis=0)
-    return {name: records.summary(values[SETTLED : steps - SETTLED].tolist()) for name, values in spent.items()}
+    found = {name: records.summary(values[SETTLED : steps - SETTLED].tolist()) for name, values in spent.items()}
+    # Counters are encoded now and then, which a median would not show.
+    counting, whole = (spent[name][SETTLED : steps - SETTLED].mean() for name in ("rank: counting", "step"))
+    return found | {"counting, mean": {"milliseconds": float(counting), "share_of_step": float(counting / whole)}}
 
 
 def main() -> None:
@@ -215,6 +224,12 @@ def main() -> None:
     print(f"{'ms of a step, at requests:':<28}" + "".join(f"{requests:>10}" for requests in found))
     for name in names:
         print(f"{name:<28}" + "".join(f"{parts[name]['median']:>10.3f}" for parts in found.values() if name in parts))
+    for requests, parts in found.items():
+        mean = parts["counting, mean"]
+        print(
+            f"counting at {requests}: {mean['milliseconds']:.3f} ms, {mean['share_of_step']:.2%} of a step on average "
+            "(goal: at most 1 %)"
+        )
     records.write("step_parts", found, args.out)
 
 
