@@ -4,8 +4,9 @@ Engine process, rank and native kernels are the real ones, on bench-1b; marks ar
 engine process starts (its module is this file). A part is the wall time inside its functions, summed over a step; the
 table shows the median over steps in which all requests decode. Engine and rank are two threads: parts of the engine run
 while the rank is in native code, so not all of them lengthen a step. What does is `between`: the wall time of a step
-less that of its native calls, whoever spends it. `counting` is telemetry on the rank: bytes, operations, rows of experts, memory, and
-their encoding now and then; its goal is 1 % of a step. Five looks at the clock, without a mark, take less than one mark.
+less that of its native calls, whoever spends it. `counting` is telemetry on the rank:
+bytes, operations, rows of experts, memory, and their encoding now and then; its goal is 1 % of a step. Five looks at
+the clock, which have no mark, take less than a mark.
 
     python benchmarks/step_parts.py --requests 1 32
     python benchmarks/step_parts.py --threads 1 --quantization int8
