@@ -62,9 +62,7 @@ class LinkProber:
         weights = torch.rand(ids.shape, generator=self._random).to(self._device)
         self._begin(probe, probe.rows)
         seconds = []
-        for turn in range(probe.repeats + 1):
-            if turn == 1:
-                self._exchange.take_traffic()
+        for _ in range(probe.repeats):
             begin = self._now()
             arrived = self._exchange.dispatch(x, ids)
             rows = self._exchange.output(arrived.num_rows)
@@ -72,7 +70,7 @@ class LinkProber:
             seconds.append(self._now() - begin)
         sent = self._exchange.take_traffic().num_bytes
         return RankFound(
-            seconds={EXCHANGE: tuple(seconds[1:])},
+            seconds={EXCHANGE: tuple(seconds)},
             near_bytes=sent[IN_DOMAIN] / probe.repeats,
             far_bytes=sent[BETWEEN_DOMAINS] / probe.repeats,
         )
@@ -82,17 +80,14 @@ class LinkProber:
         seconds: dict[str, list[float]] = {overlap: [] for overlap in probe.overlaps}
         seconds |= {EXPERTS: []} if on_host else {}
         num_bytes = flops = 0.0
-        for turn in range(probe.repeats + 1):
+        for turn in range(probe.repeats):
             layer = self._layers[turn % len(self._layers)]
             for overlap in probe.overlaps:
                 marks = StepMarks() if on_host and overlap == probe.overlaps[0] else None
                 self._begin(probe, -(-probe.rows // 2) if overlap == HALVES else probe.rows)
                 begin = self._now()
                 layer(x, overlap, marks)
-                took = self._now() - begin
-                if turn == 0:
-                    continue
-                seconds[overlap].append(took)
+                seconds[overlap].append(self._now() - begin)
                 if marks is not None:
                     seconds[EXPERTS].append(_experts_seconds(marks))
                     num_bytes += int((layer.tokens_per_slot > 0).sum()) * layer.bytes_per_slot

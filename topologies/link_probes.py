@@ -27,7 +27,7 @@ EXCHANGE, EXPERTS = "exchange", "experts"
 # Seconds in which all probes of a group should be through; the part of them for exchanges alone.
 BUDGET_S = 0.6
 _EXCHANGES_SHARE = 0.3
-_REPEATS = 3
+_REPEATS, _LEAST_REPEATS = 4, 2
 # Sizes of probes of an exchange, bytes of rows: they grow until bytes take more than what is fixed.
 _LEAST_BYTES, _MOST_BYTES, _GROWTH = 32 << 10, 64 << 20, 8
 # Rows of probes of layers, of each the first size that fits, and with which power of the rows experts are expected to
@@ -38,7 +38,7 @@ _HIDDEN_STEPS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class LinkProbe:
-    """What all ranks do together, once to warm up and then `repeats` times.
+    """What all ranks do together, `repeats` times.
 
     Attributes:
         exchange: name of the one to use.
@@ -144,12 +144,14 @@ def _probe_exchange(
     """Probe one row, then more and more of them on each kind of way until their bytes tell."""
     assert facts.load is not None
     domains = facts.grid.group_domains
-    first = yield LinkProbe(exchange=name, rows=1, what=ANYWHERE, repeats=1)
+    repeats = _LEAST_REPEATS if budget_s > 0 else 1
+    first = yield LinkProbe(exchange=name, rows=1, what=ANYWHERE, repeats=repeats)
     samples, left = [first], budget_s - first.took_s
     # What is done for the first time may be slow.
     if (repeats := _repeats(left / 4, first.seconds[EXCHANGE])) > 0:
-        first = yield LinkProbe(exchange=name, rows=1, what=ANYWHERE, repeats=repeats)
-        samples, left = [first], left - first.took_s
+        again = yield LinkProbe(exchange=name, rows=1, what=ANYWHERE, repeats=repeats)
+        first = min(first, again, key=lambda found: found.seconds[EXCHANGE])
+        samples, left = [first], left - again.took_s
     ways = [FAR] * (len(domains) > 1) + [NEAR] * (max(domains) > 1)
     for i, way in enumerate(ways):
         share, rows = left / (len(ways) - i), max(2, _LEAST_BYTES // facts.load.row_bytes)
@@ -189,7 +191,7 @@ def _probe_layers(
         rows, repeats = fitting[0]
         found = yield LinkProbe(exchange=cost.name, rows=rows, what=LAYERS, repeats=repeats, overlaps=overlaps)
         probed.append((rows, found))
-        others_s = max(0.0, found.took_s / (repeats + 1) - exchanges_s(rows))
+        others_s = max(0.0, found.took_s / repeats - exchanges_s(rows))
         last_rows, left = rows, left - found.took_s
     return probed
 
@@ -203,10 +205,11 @@ def _exchange_s(cost: ExchangeCost, rows: int, facts: OverlapFacts) -> float:
 
 
 def _repeats(left_s: float, expected_s: float) -> int:
-    """Return how often, after a first time to warm up, something can be done in the time that is left."""
+    """Return how often something can be done in the time that is left; 0 where that is too seldom to be worth much."""
     if left_s <= 0:
         return 0
-    return _REPEATS if expected_s <= 0 else min(_REPEATS, int(left_s / expected_s) - 1)
+    number = _REPEATS if expected_s <= 0 else min(_REPEATS, int(left_s / expected_s))
+    return number if number >= _LEAST_REPEATS else 0
 
 
 def fit_exchange(name: str, samples: Sequence[Found], facts: OverlapFacts) -> ExchangeCost:

@@ -79,12 +79,12 @@ def made_of(costs: dict[str, ExchangeCost], experts: ExpertSpeed, known: Overlap
             near = 0.0 if probe.what == FAR else LOAD.row_bytes * (sent.near_out + sent.near_back)
             far = 0.0 if probe.what == NEAR else LOAD.row_bytes * (sent.far_out + sent.far_back)
             seconds = cost.seconds(near, far)
-            return found({EXCHANGE: seconds}, seconds * (probe.repeats + 1), near=near, far=far)
+            return found({EXCHANGE: seconds}, seconds * probe.repeats, near=near, far=far)
         first = -(-probe.rows // 2)
         ways = {SHARED: (probe.rows,), HALVES: (first, probe.rows - first)}
         seconds_of = {way: layer_seconds(probe.exchange, ways.get(way, (probe.rows,)), truth) for way in probe.overlaps}
         num_bytes, flops = LOAD.num_experts / 2 * LOAD.expert_bytes, probe.rows * LOAD.top_k * LOAD.expert_flops
-        took = sum(seconds_of.values()) * (probe.repeats + 1)
+        took = sum(seconds_of.values()) * probe.repeats
         return found(
             {**seconds_of, EXPERTS: experts.seconds(num_bytes, flops)}, took, num_bytes=num_bytes, flops=float(flops)
         )
@@ -222,12 +222,12 @@ def two_cores(probe: LinkProbe) -> Found:
     known_bytes, known_us = zip(*ALONE[probe.exchange], strict=True)
     alone = 1e-6 * float(np.interp(far, known_bytes, known_us))
     if probe.what != LAYERS:
-        return found({EXCHANGE: alone}, alone * (probe.repeats + 1), far=far)
+        return found({EXCHANGE: alone}, alone * probe.repeats, far=far)
     seconds = {
         way: 1e-6 * math.exp(np.interp(math.log(probe.rows), np.log(ROWS), np.log(MEASURED[probe.exchange][way])))
         for way in probe.overlaps
     }
-    took = sum(seconds.values()) * (probe.repeats + 1)
+    took = sum(seconds.values()) * probe.repeats
     num_bytes, flops = 16.0 * LOAD.expert_bytes, float(probe.rows * LOAD.top_k * LOAD.expert_flops)
     # What is left of a layer without overlap, but for the router and the shared expert.
     experts = 6.5e-3 + 60e-6 * probe.rows
