@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 
 from ..topologies import Machine, ModelFootprint, Topology, choose_topology, kv_sizes
-from ..topologies.choice import GPU_CEILINGS, HOST_CEILINGS
+from ..topologies.choice import GPU_CEILINGS, HOST_CEILINGS, with_links
 from .config import EngineConfig
+from .known_links import recall
 from .kv_layout import step_limits
 
 log = logging.getLogger(__name__)
@@ -39,13 +40,15 @@ def auto_topology(
         TopologyError: nothing fits; one line with the nearest layout and the fix.
     """
     cache, limits = config.cache, step_limits(config)
+    measured = recall("cpu" if gpus is None else "cuda")
     if gpus is None:
         # One host is one domain; its ranks divide memory, cores and bandwidth.
         machine = Machine(
             num_devices=cores,
             memory_bytes=host_bytes,
             domain_size=cores,
-            ceilings=HOST_CEILINGS,
+            ceilings=with_links(HOST_CEILINGS, measured),
+            has_measured_links=measured is not None,
             is_shared=True,
             unit="core",
         )
@@ -54,7 +57,8 @@ def auto_topology(
             num_devices=len(gpus),
             memory_bytes=int(min(gpus) * cache.gpu_memory_utilization),
             domain_size=len(gpus),
-            ceilings=GPU_CEILINGS,
+            ceilings=with_links(GPU_CEILINGS, measured),
+            has_measured_links=measured is not None,
             unit="GPU",
         )
     kv_bytes = cache.kv_cache_memory_bytes

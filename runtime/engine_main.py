@@ -19,10 +19,14 @@ import msgspec
 
 from ..native.bandwidth import llc_bytes
 from ..text import Tokenizer
+from ..topologies.exchange_choice import ExchangeRule
+from ..topologies.exchange_cost import MeasuredLinks
 from ..topologies.overlap_choice import OverlapFacts
+from .config import QUICK_VARIABLE
 from .deltas import seed_sequence
 from .engine import Engine
 from .grammar_masks import GrammarMasks, grammar_matchers
+from .known_links import remember
 from .kv_layout import kv_layout, scheduler_limits, step_limits
 from .link_measuring import LinkMeasuring, probing
 from .messages import (
@@ -182,7 +186,15 @@ class EngineLoop:
                         measuring.take(message)
             self._report(None)
         assert ready is not None
+        self._keep(group.exchange_rule, measuring.links)
         return msgspec.structs.replace(ready, links=measuring.links)
+
+    def _keep(self, rule: ExchangeRule, links: MeasuredLinks | None) -> None:
+        """Keep what real ranks measured in one domain for the next `--topology auto`."""
+        parallel = self._start.config.parallel
+        is_real = parallel.ranks == "processes" and not os.environ.get(QUICK_VARIABLE)
+        if links is not None and is_real and self._start.replica == 0 and not rule.grid.spans_domains:
+            remember(parallel.device, links.exchanges[0])
 
     def _all_warm(
         self, group: Group, ranks: Sequence[tuple[Loaded, KVAllocated]], num_blocks: int

@@ -60,11 +60,20 @@ def rank_ceilings(
     """
     assumed = _divided(HOST_CEILINGS, num_ranks) if on_host else GPU_CEILINGS
     return replace(
-        assumed,
+        with_links(assumed, exchange),
         memory_bandwidth=memory_bandwidth or assumed.memory_bandwidth,
         flops=matrix_rate or assumed.flops,
-        within=assumed.within if exchange is None else exchange.link(far=False),
-        between=assumed.between if exchange is None else exchange.link(far=True),
+    )
+
+
+def with_links(ceilings: Ceilings, exchange: ExchangeCost | None) -> Ceilings:
+    """Return `ceilings` with links as they were measured with `exchange`, where it sent rows over them."""
+    if exchange is None:
+        return ceilings
+    return replace(
+        ceilings,
+        within=exchange.link(far=False) if exchange.within_s else ceilings.within,
+        between=exchange.link(far=True) if exchange.between_s else ceilings.between,
     )
 
 
@@ -84,6 +93,7 @@ class Machine:
         ceilings: of one device; with `is_shared` memory and arithmetic are those of the host.
         is_shared: ranks divide one memory, its ceiling and the cores among them (CPU), so fewer of them may use it all.
         unit: what a device is called, e.g. `GPU`.
+        has_measured_links: links among `ceilings` were measured, and are not assumed like the rest.
     """
 
     num_devices: int
@@ -92,6 +102,7 @@ class Machine:
     ceilings: Ceilings
     is_shared: bool = False
     unit: str = "device"
+    has_measured_links: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_devices", "memory_bytes", "domain_size"):
@@ -255,7 +266,7 @@ def _speed(best: _Candidate, others: list[_Candidate], machine: Machine) -> str:
     speed = theirs.tokens_per_second / ours.tokens_per_second
     return (
         f"--topology auto: {shared}{why}, for {speed:.2f} times the tokens per second "
-        f"({ours.rows:g} rows, assumed ceilings)"
+        f"({ours.rows:g} rows, assumed ceilings{', measured links' if machine.has_measured_links else ''})"
     )
 
 

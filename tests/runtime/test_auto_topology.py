@@ -5,11 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from moewe.runtime import auto_topology
 from moewe.runtime import resolve as resolve_module
 from moewe.runtime.config import EngineConfig, ModelOptions, ParallelOptions
 from moewe.runtime.options import layout_config
 from moewe.runtime.resolve import Resolved, resolve
 from moewe.topologies import AUTO, TopologyError
+from moewe.topologies.exchange_cost import ExchangeCost
 from tests.support.fixtures import checkpoint
 
 
@@ -23,6 +25,7 @@ def host(monkeypatch):
         monkeypatch.setattr(resolve_module, "gpu_memory_bytes", lambda: tuple(gpus))
 
     monkeypatch.setattr(resolve_module, "host_cores", lambda: 8)
+    monkeypatch.setattr(auto_topology, "recall", lambda device: None)
     size(64 << 30)
     return size
 
@@ -54,6 +57,16 @@ def test_a_host_gets_one_rank_with_all_cores_and_reads_why(host, caplog, monkeyp
     assert "ranks of one host share its memory and cores; " in reasons[1]
     again = resolve(found.config)
     assert again.config == found.config, "what is resolved is no longer open"
+
+
+def test_links_that_ranks_measured_before_take_the_place_of_assumed_ones(host, caplog, monkeypatch) -> None:
+    caplog.set_level("INFO")
+    host(64 << 30, gpus=[8 << 30] * 4)
+    slow = ExchangeCost(name="all_to_all", fixed_s=1.0, within_s=1e-9, between_s=0.0)
+    asked: list[str] = []
+    monkeypatch.setattr(auto_topology, "recall", lambda device: asked.append(device) or slow)
+    assert resolved(device="cuda").topology.short() == "EP1DP4" and asked == ["cuda"]
+    assert any("assumed ceilings, measured links)" in line for line in caplog.messages)
 
 
 def test_gpus_are_used_as_they_hold_the_model(host) -> None:

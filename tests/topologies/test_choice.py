@@ -20,7 +20,8 @@ from moewe.topologies import (
     choose_topology,
     make_topology,
 )
-from moewe.topologies.choice import GPU_CEILINGS, HOST_CEILINGS, Choice, Machine
+from moewe.topologies.choice import GPU_CEILINGS, HOST_CEILINGS, Choice, Machine, with_links
+from moewe.topologies.exchange_cost import ExchangeCost
 from tests.topologies.test_budget import DENSE, GIB, MIB, MODEL
 
 LIMITS = StepLimits(max_num_batched_tokens=512, max_model_len=4096, max_num_seqs=64, block_size=16)
@@ -89,6 +90,14 @@ def test_one_wide_domain_is_used_whole_for_many_rows() -> None:
 def test_slow_links_make_replicas_better_than_a_group() -> None:
     slow = replace(GPU_CEILINGS, within=replace(GPU_CEILINGS.within, latency=1e-2))
     assert chosen(MODEL, gpus(4, ceilings=slow)).topology.short() == "EP1DP4"
+
+
+def test_links_that_were_measured_slow_make_replicas_and_the_reason_says_so() -> None:
+    cost = ExchangeCost(name="all_to_all", fixed_s=2e-2, within_s=1e-9, between_s=0.0)
+    found = chosen(MODEL, gpus(4, ceilings=with_links(GPU_CEILINGS, cost), has_measured_links=True))
+    assert found.topology.short() == "EP1DP4"
+    assert "assumed ceilings, measured links)" in found.reasons[1]
+    assert "assumed ceilings)" in chosen(MODEL, gpus(4)).reasons[1]
 
 
 def test_room_for_a_sequence_comes_before_speed() -> None:

@@ -259,5 +259,6 @@ def test_a_model_of_links_gets_what_was_measured() -> None:
     cost = ExchangeCost(name="all_to_all", fixed_s=4e-3, within_s=1e-9, between_s=0.0)
     ceilings = rank_ceilings(on_host=True, num_ranks=2, exchange=cost)
     assert ceilings.within == Link(bandwidth=pytest.approx(1e9), latency=2e-3)
-    assert ceilings.between == Link(bandwidth=math.inf, latency=2e-3)
+    assert ceilings.between == HOST_CEILINGS.between, "nothing was sent over it"
     assert rank_ceilings(on_host=True, num_ranks=2).within == HOST_CEILINGS.within
+    assert replace(cost, between_s=1e-8).link(far=True) == Link(bandwidth=pytest.approx(1e8), latency=2e-3)
