@@ -21,8 +21,9 @@ windows and the block of its next row, whatever its last chunk was, so a chunk n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import cast
 
 import numpy as np
 
@@ -48,6 +49,8 @@ __all__ = [
 
 # Lengths whose blocks are remembered.
 MOST_NEEDS = 1 << 15
+# Names of their own, because looking up a member of an enum takes ten times as long.
+WAITING, RUNNING, RETURNING, LEAVING, FINISHED = RequestState
 
 
 class Scheduler:
@@ -91,10 +94,11 @@ class Scheduler:
                 f"{self.num_running} requests run and {self.num_waiting} wait already, and max_queued_requests is "
                 f"{self.config.max_queued_requests}; try again later or raise it"
             )
+        assert request.prompt_token_ids.dtype == np.int32, "tokens travel as the bytes that they are"
         request.max_length = max_length
         request.awaits_mask = request.constrained
         request.sampling = steps.sampling_state(request, self.config.eos_token_ids)
-        request.state = RequestState.WAITING
+        request.state = WAITING
         self._requests[request.request_id] = request
         self._queue.push(request)
 
@@ -128,7 +132,7 @@ class Scheduler:
         if mask is not None and not any(mask):
             raise ValueError(f"the mask of request {request_id!r} allows no token")
         request.mask, request.awaits_mask = mask, False
-        if request.state is RequestState.RUNNING:
+        if request.state is RUNNING:
             self._batch.held[request.rank, request.slot] = False
         return True
 
@@ -169,10 +173,9 @@ class Scheduler:
         batch.free_passed()
         if snapshot:  # every sequence that runs is named in it, and those that sit out are when they run again
             batch.reenter(batch.held & (batch.phase == DECODE))
-        decoding, growing = self._make_room()
-        admitted = self._admit(growing)
-        chunks = steps.draft_chunks(batch, decoding=decoding, growing=growing)
-        draft = steps.StepDraft(decoding, growing, chunks, steps.held_slots(batch))
+        decodes = self._make_room()
+        admitted = self._admit(decodes)
+        draft = steps.StepDraft(decodes, steps.draft_chunks(batch, decodes), steps.held_slots(batch))
         if draft.is_empty and not snapshot and not any(admitted):
             assert not self.num_running or batch.held.any(), "sequences are in slots, but none can run"
             return None
@@ -191,60 +194,54 @@ class Scheduler:
         """Free slots and blocks of sequences whose last token is planned: workers run steps in order."""
         batch = self._batch
         ends = (batch.phase == DECODE) & (batch.computed >= batch.limit)
-        if ends.any():
-            self._depart([batch.request_at(*at) for at in np.argwhere(ends).tolist()], RequestState.LEAVING)
+        if places := np.flatnonzero(ends).tolist():
+            self._depart(cast(list[Request], [batch.requests[place] for place in places]), LEAVING)
 
     def _take_back(self) -> None:
         """Queue preempted requests all of whose tokens are known by now."""
         for request in [r for r in self._returning if r.last_step <= self._last_applied_step]:
             self._returning.remove(request)
             del self._departed[request.sequence_id]
-            request.state = RequestState.WAITING
+            request.state = WAITING
             self._queue.push(request)
 
-    def _make_room(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return who decodes and who needs a block for it, after preempting where a rank has too few."""
+    def _make_room(self) -> steps.Decodes:
+        """Return who decodes, after preempting where a rank has too few blocks for it."""
         batch = self._batch
-        decoding = (batch.phase == DECODE) & ~batch.held
-        growing = batch.growing(decoding)
-        for rank in np.flatnonzero(growing.sum(1) > batch.free_blocks.min(0)).tolist():
+        decodes = steps.all_decodes(batch, (batch.phase == DECODE) & ~batch.held)
+        short = np.flatnonzero(decodes.num_growing > batch.free_blocks.min(0)).tolist()
+        if not short:
+            return decodes
+        decoding, growing = decodes.places, batch.growing(decodes.places)
+        for rank in short:
             while growing[rank].sum() > batch.free_blocks[:, rank].min():
                 victim = max(batch.running(rank), key=lambda request: precedence(request, self.config.policy))
                 decoding[rank, victim.slot] = growing[rank, victim.slot] = False
-                self._depart([victim], RequestState.RETURNING)
+                self._depart([victim], RETURNING)
                 self._returning.append(victim)
                 victim.num_preemptions += 1
                 self.num_preemptions += 1
-        return decoding, growing
+        return steps.all_decodes(batch, decoding)
 
-    def _admit(self, growing: np.ndarray) -> list[list[Request]]:
+    def _admit(self, decodes: steps.Decodes) -> list[list[Request]]:
         """Place waiting requests in strict order, until one has no room; return those of each rank."""
         admitted: list[list[Request]] = [[] for _ in range(self.config.num_ranks)]
         if not self._queue:
             return admitted
         blocked = np.zeros(self.config.num_ranks, np.bool_)
         blocked[[request.rank for request in self._returning]] = True  # their blocks are not for those behind them
-        loads = steps.rank_loads(self._batch, growing=growing, blocked=blocked)
-        slots: dict[int, Iterator[int]] = {}  # free ones of ranks that were chosen, ascending
-        while (request := self._queue.first()) is not None:
-            num_tokens = request.num_tokens
-            rank = loads.place(
-                prompt_blocks=self._group_needs(num_tokens),
-                worst_blocks=self._group_needs(request.most_computed),
-                token_work=steps.token_work(num_tokens, request.max_length),
-            )
-            if rank < 0:
-                break
-            self._queue.pop()
-            if rank not in slots:
-                slots[rank] = iter(self._batch.free_slots(rank))
-            request.rank, request.slot, request.sequence_id = rank, next(slots[rank]), self._next_sequence_id
-            self._next_sequence_id += 1
-            request.state = RequestState.RUNNING
-            request.first_scheduled = request.first_scheduled or self._clock()
+        loads = steps.rank_loads(self._batch, num_growing=decodes.num_growing, blocked=blocked)
+        seats = steps.place_in_order(self._queue.first(sum(loads.free_slots)), loads, self._group_needs)
+        if not seats:
+            return admitted
+        self._queue.drop(len(seats))
+        self._batch.occupy(seats, self._next_sequence_id)
+        self._next_sequence_id += len(seats)
+        now = self._clock()
+        for request, rank, _, _ in seats:
+            request.state = RUNNING
+            request.first_scheduled = request.first_scheduled or now
             admitted[rank].append(request)
-        if came := [request for requests in admitted for request in requests]:
-            self._batch.occupy(came)
         return admitted
 
     # --- results -----------------------------------------------------------------------------------------------------
@@ -273,16 +270,17 @@ class Scheduler:
 
     def _forget(self, requests: Sequence[Request]) -> None:
         """Free whatever `requests` hold, in any state."""
-        if running := [request for request in requests if request.state is RequestState.RUNNING]:
+        if running := [request for request in requests if request.state is RUNNING]:
             self._vacate(running)
         for request in requests:
-            if request.state is RequestState.WAITING:
+            state = request.state
+            if state is WAITING:
                 self._queue.remove(request)
-            elif request.state is not RequestState.RUNNING:
+            elif state is not RUNNING:
                 del self._departed[request.sequence_id]
-                if request.state is RequestState.RETURNING:
+                if state is RETURNING:
                     self._returning.remove(request)
-            request.state = RequestState.FINISHED
+            request.state = FINISHED
             del self._requests[request.request_id]
 
     def _vacate(self, requests: Sequence[Request]) -> None:
@@ -314,7 +312,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences in slots."""
-        return int(np.count_nonzero(self._batch.phase))
+        return len(self._requests) - len(self._queue) - len(self._departed)
 
     @property
     def num_waiting(self) -> int:
@@ -357,15 +355,15 @@ class Scheduler:
             assert not request.num_generated or request.num_tokens < request.max_length, (
                 f"{request_id} has all its tokens"
             )
-        assert by_state[RequestState.FINISHED] == 0
-        assert by_state[RequestState.WAITING] == len(self._queue)
-        assert by_state[RequestState.RUNNING] == self.num_running
-        assert by_state[RequestState.RETURNING] == len(self._returning)
-        assert by_state[RequestState.RETURNING] + by_state[RequestState.LEAVING] == len(self._departed)
+        assert by_state[FINISHED] == 0
+        assert by_state[WAITING] == len(self._queue)
+        assert by_state[RUNNING] == self.num_running == np.count_nonzero(self._batch.phase)
+        assert by_state[RETURNING] == len(self._returning)
+        assert by_state[RETURNING] + by_state[LEAVING] == len(self._departed)
         for sequence_id, request in self._departed.items():
             assert request.sequence_id == sequence_id
-            assert request.state in (RequestState.RETURNING, RequestState.LEAVING)
-            if request.state is RequestState.LEAVING:
+            assert request.state in (RETURNING, LEAVING)
+            if request.state is LEAVING:
                 assert request.last_step > self._last_applied_step, f"{request.request_id} never got its last token"
         for slots in self._released:
             assert len(slots) == len(set(slots)), "a slot was released twice between two plans"

@@ -87,14 +87,13 @@ class WaitingQueue:
         self._keys.insert(at, key)
         self._requests.insert(at, request)
 
-    def first(self) -> Request | None:
-        """Return the next request to be served, or None."""
-        return self._requests[0] if self._requests else None
+    def first(self, most: int) -> list[Request]:
+        """Return the next requests to be served, `most` of them or all."""
+        return self._requests[:most]
 
-    def pop(self) -> Request:
-        """Take out the next request to be served."""
-        del self._keys[0]
-        return self._requests.pop(0)
+    def drop(self, number: int) -> None:
+        """Take out the next `number` requests to be served."""
+        del self._keys[:number], self._requests[:number]
 
     def remove(self, request: Request) -> None:
         """Take `request` out, wherever it stands."""
@@ -142,32 +141,32 @@ class RankLoads:
         or else if, after the prompt, a spare block for each sequence is left: so an admission is not answered with a
         preemption a few steps later.
         """
-        passed, rank = [], -1
-        while self._open and rank < 0:
-            first = heapq.heappop(self._open)
-            if self._has_room(first[1], prompt_blocks, worst_blocks):
-                rank = first[1]
+        ranks = self._open
+        passed = []
+        while ranks and not self._has_room(ranks[0][1], prompt_blocks, worst_blocks):
+            passed.append(heapq.heappop(ranks))
+        rank = -1
+        if ranks:
+            work, rank = ranks[0]
+            self.num_sequences[rank] += 1
+            spare, worst = self.spare_blocks[rank], self.worst_blocks[rank]
+            for group, most in enumerate(worst_blocks):
+                spare[group] -= prompt_blocks[group]
+                worst[group] += most
+            self.token_work[rank] = work = work + token_work
+            self.free_slots[rank] = free = self.free_slots[rank] - 1
+            if free:
+                heapq.heapreplace(ranks, (work, rank))
             else:
-                passed.append(first)
+                heapq.heappop(ranks)
         for other in passed:
-            heapq.heappush(self._open, other)
-        if rank < 0:
-            return -1
-        self.free_slots[rank] -= 1
-        self.num_sequences[rank] += 1
-        self.token_work[rank] += token_work
-        spare, worst = self.spare_blocks[rank], self.worst_blocks[rank]
-        for group, (prompt, most) in enumerate(zip(prompt_blocks, worst_blocks, strict=True)):
-            spare[group] -= prompt
-            worst[group] += most
-        if self.free_slots[rank] > 0:
-            heapq.heappush(self._open, (self.token_work[rank], rank))
+            heapq.heappush(ranks, other)
         return rank
 
     def _has_room(self, rank: int, prompt_blocks: Sequence[int], worst_blocks: Sequence[int]) -> bool:
-        worst, spare, sequences = self.worst_blocks[rank], self.spare_blocks[rank], self.num_sequences[rank]
+        worst = self.worst_blocks[rank]
         for group, most in enumerate(self.num_blocks):
-            never_short = worst[group] + worst_blocks[group] <= most
-            if not never_short and spare[group] - prompt_blocks[group] <= sequences:
+            could_run_short = worst[group] + worst_blocks[group] > most
+            if could_run_short and self.spare_blocks[rank][group] - prompt_blocks[group] <= self.num_sequences[rank]:
                 return False
         return True

@@ -8,6 +8,7 @@ Shapes: W ranks, S slots a rank, G cache groups, B most blocks of a sequence; ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from .request import Request, RequestState
 from .token_log import TokenLog
 
 FREE, PREFILL, DECODE = range(3)
+# Who comes to which rank, with `known` and `limit` of the batch. (A plain tuple: hundreds a step.)
+Seat = tuple[Request, int, int, int]
 
 
 class BatchState:
@@ -50,13 +53,10 @@ class BatchState:
         self.version = self.turnover = 0
         self.phase = np.zeros((ranks, slots), np.int8)
         self.sequence_id = np.full((ranks, slots), -1, np.int64)
-        self.computed = np.zeros((ranks, slots), np.int32)
-        self.known = np.zeros((ranks, slots), np.int32)
-        self.limit = np.zeros((ranks, slots), np.int32)
-        self.granted = np.zeros((ranks, slots), np.int32)
-        self.constrained = np.zeros((ranks, slots), np.bool_)
-        self.held = np.zeros((ranks, slots), np.bool_)
-        self.judged = np.zeros((ranks, slots), np.bool_)
+        self._counts = np.zeros((4, ranks, slots), np.int32)
+        self.computed, self.known, self.limit, self.granted = self._counts
+        self._marks = np.zeros((3, ranks, slots), np.bool_)
+        self.constrained, self.held, self.judged = self._marks
         self.first = np.zeros((groups, ranks, slots), np.int32)
         # Zeros, not -1: pages of it that are never used are never touched.
         self.tables = np.zeros((groups, ranks, slots, config.max_blocks_per_sequence), np.int32)
@@ -67,59 +67,67 @@ class BatchState:
         self.requests: list[Request | None] = [None] * (ranks * slots)
         self.log = TokenLog(ranks * slots)
 
-    def free_slots(self, rank: int) -> list[int]:
-        """Return the free slots of `rank`, ascending."""
-        found: list[int] = np.flatnonzero(self.phase[rank] == FREE).tolist()
-        return found
+    def occupy(self, seats: Sequence[Seat], first_id: int) -> None:
+        """Put each of `seats` into the lowest free slot of its rank, one after another, with nothing in KV.
 
-    def occupy(self, requests: Sequence[Request]) -> None:
-        """Put `requests` into the free slots that they name, with nothing in KV."""
-        ranks, slots = _where(requests)
-        assert (self.phase[ranks, slots] == FREE).all(), "a slot is taken"
+        Their sequence ids count from `first_id`.
+        """
+        requests, ranks, known, limits = zip(*seats)
+        places, log = self._lowest_free(np.array(ranks)), self.log
         self.version += 1
         self.turnover += 1
-        self.phase[ranks, slots] = PREFILL
-        self.sequence_id[ranks, slots] = [request.sequence_id for request in requests]
-        self.computed[ranks, slots] = 0
-        self.known[ranks, slots] = [request.num_tokens for request in requests]
-        self.limit[ranks, slots] = [request.most_computed for request in requests]
-        self.constrained[ranks, slots] = [request.constrained for request in requests]
-        self.held[ranks, slots] = [request.awaits_mask for request in requests]
-        self.judged[ranks, slots] = [request.is_judged for request in requests]
-        places = ranks * self.config.max_num_seqs + slots
-        self.log.begin(places)
-        for request, place in zip(requests, places.tolist(), strict=True):
+        self.phase.reshape(-1)[places] = PREFILL
+        self.sequence_id.reshape(-1)[places] = np.arange(first_id, first_id + len(seats))
+        self.known.reshape(-1)[places] = known
+        self.limit.reshape(-1)[places] = limits
+        log.begin(places)
+        slots = (places % self.config.max_num_seqs).tolist()
+        for number, request, rank, slot, place in zip(count(first_id), requests, ranks, slots, places.tolist()):
             self.requests[place] = request
-            request.log, request.place = self.log, place
+            request.sequence_id, request.rank, request.slot = number, rank, slot
+            request.log, request.place = log, place
+            if not request.is_plain:
+                marks = (request.constrained, request.awaits_mask, request.is_judged)
+                self._marks[:, rank, slot] = marks
+
+    def _lowest_free(self, ranks: np.ndarray) -> np.ndarray:
+        """Return a free place of each of `ranks` [n], all different, the lowest first, [n] i64."""
+        free = np.flatnonzero(self.phase == FREE)
+        starts = free.searchsorted(np.arange(self.config.num_ranks + 1) * self.config.max_num_seqs)
+        counts = np.bincount(ranks, minlength=self.config.num_ranks)
+        assert (counts <= np.diff(starts)).all(), "a rank has too few free slots"
+        order = ranks.argsort(kind="stable")
+        places = np.empty_like(order)
+        places[order] = free[starts[ranks[order]] + counting(counts)]
+        return places
 
     def vacate(self, requests: Sequence[Request]) -> None:
         """Take `requests` out of their slots and free their blocks, as if one after another."""
-        for request in requests:
-            assert self.requests[request.place] is request, f"{request.request_id} is not in its slot"
-        self.log.settle(requests)
         self.version += 1
         self.turnover += 1
-        ranks, slots = _where(requests)
-        order = np.argsort(ranks[::-1], kind="stable")  # what is freed last is given first
-        ranks, slots = ranks[::-1][order], slots[::-1][order]
-        granted = self.granted[ranks, slots]
-        for group, pool in enumerate(self.pools):
-            first = self.first[group, ranks, slots]
-            held = granted - first
-            owners = np.repeat(ranks, held)  # [n], an entry a block
-            indices = np.repeat(first, held) + counting(held)
-            pool.free(owners, self.tables[group, owners, np.repeat(slots, held), indices])
-            np.add.at(self.free_blocks[group], ranks, held)
-        self.phase[ranks, slots] = FREE
-        self.sequence_id[ranks, slots] = -1
-        for marks in (self.constrained, self.held, self.judged):
-            marks[ranks, slots] = False
-        for counts in (self.computed, self.known, self.limit, self.granted):
-            counts[ranks, slots] = 0
-        self.first[:, ranks, slots] = 0
-        for request in requests:
+        num_places, num_ranks = len(self.requests), self.config.num_ranks
+        places = np.array([request.place for request in requests])
+        left = self.log.leave(places)
+        for index, request in enumerate(requests):
+            assert self.requests[request.place] is request, f"{request.request_id} is not in its slot"
             self.requests[request.place] = None
-            request.log, request.place = None, -1
+            request.log, request.place = left, index
+        places = places[::-1]  # what is freed last is given first
+        ranks = places // self.config.max_num_seqs
+        order = np.argsort(ranks, kind="stable")
+        ranks, places = ranks[order], places[order]
+        granted = self.granted.reshape(-1)[places]
+        for group, pool in enumerate(self.pools):
+            first = self.first[group].reshape(-1)[places]
+            held = granted - first
+            indices = np.repeat(first, held) + counting(held)  # [n], an entry a block
+            owners = np.repeat(ranks, held)
+            pool.free(owners, self.tables[group].reshape(num_places, -1)[np.repeat(places, held), indices])
+            self.free_blocks[group] += np.bincount(owners, minlength=num_ranks)
+        self.phase.reshape(-1)[places] = FREE
+        self.sequence_id.reshape(-1)[places] = -1
+        for fields in (self._counts, self._marks, self.first):
+            fields.reshape(-1, num_places)[:, places] = 0
 
     def free_passed(self) -> None:
         """Free the blocks that no row sees any more: those before what the next row of their sequence sees.
@@ -130,7 +138,7 @@ class BatchState:
         for group, kind, window in self._windowed:
             visible = first_visible_rows(kind, window, self.computed) // self.config.block_size  # 0 in a free slot
             held_from = self.first[group]
-            ranks, slots = np.nonzero(visible > held_from)
+            ranks, slots = self.where(visible > held_from)
             if not ranks.size:
                 continue
             start = held_from[ranks, slots]
@@ -162,6 +170,7 @@ class BatchState:
             For each rank, `RankPlan.grants`: i32 rows (group, slot, index, block).
         """
         num_ranks, num_groups = self.config.num_ranks, len(self.config.groups)
+        places = ranks * self.config.max_num_seqs + slots
         if not len(ranks):
             return [b""] * num_ranks
         self.version += 1
@@ -171,10 +180,10 @@ class BatchState:
         rows[:, :, 2] = indices[:, None]
         for group, pool in enumerate(self.pools):
             ids = pool.allocate(ranks)
-            self.tables[group, ranks, slots, indices] = ids
+            self.tables[group].reshape(len(self.requests), -1)[places, indices] = ids
             rows[:, group, 0] = group
             rows[:, group, 3] = ids
-        np.add.at(self.granted.reshape(-1), ranks * self.config.max_num_seqs + slots, 1)
+        np.add.at(self.granted.reshape(-1), places, 1)
         self.free_blocks -= counts
         return split_rows(rows.tobytes(), counts, row_bytes=16 * num_groups)
 
@@ -190,6 +199,11 @@ class BatchState:
             ids = self.tables[group, rank, owners, indices]
             parts.append(np.stack([np.full_like(owners, group), owners, indices, ids], axis=1))
         return np.concatenate(parts).astype("<i4").tobytes()
+
+    def where(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return ranks and slots of `places` [W, S] bool in order, [n] i64 each: as `np.nonzero`, ten times as fast."""
+        ranks, slots = np.divmod(np.flatnonzero(places), self.config.max_num_seqs)
+        return ranks, slots
 
     def request_at(self, rank: int, slot: int) -> Request:
         """Return the request in a taken slot."""
@@ -236,8 +250,8 @@ class BatchState:
             assert (self.first[g] <= visible).all(), "a block was freed that a row will see"
             assert (self.first[g] <= self.granted).all(), "a block was freed that was never given"
         assert not (self.held & ~self.constrained).any(), "a sequence waits for a mask that it does not need"
-        assert not self.constrained[~taken].any(), "a free slot is constrained"
-        assert not self.computed[~taken].any(), "a free slot has tokens in KV"
+        for fields in (self._counts, self._marks, self.first):
+            assert not fields[:, ~taken].any(), "a free slot holds something"
         assert (self.computed[taken] <= self.limit[taken]).all(), "a sequence was planned beyond its limit"
         assert ((self.computed < self.known) == (self.phase == PREFILL))[taken].all(), "a phase is wrong"
         ids = self.sequence_id[taken]
@@ -273,8 +287,3 @@ def counting(counts: np.ndarray) -> np.ndarray:
     ends = np.cumsum(counts)
     places: np.ndarray = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
     return places
-
-
-def _where(requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
-    """Return rank and slot of each of `requests`, [n] i64 each."""
-    return np.array([request.rank for request in requests]), np.array([request.slot for request in requests])

@@ -7,6 +7,7 @@ Units: tokens, blocks; per rank where not said otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ...topologies.exchange_choice import ExchangeRule
 from ...topologies.kv_sizes import WINDOWED, sequence_blocks, tokens_held
@@ -100,12 +101,12 @@ class SchedulerConfig:
         facts = self.overlap_facts
         return exchange, NOTHING if facts is None else choose_overlap(exchange, bucket, facts)
 
-    @property
+    @cached_property
     def most_requests(self) -> int:
         """Requests that the group takes at once: a slot each for some, and those that wait."""
         return self.max_queued_requests + self.num_ranks * self.max_num_seqs
 
-    @property
+    @cached_property
     def capacity_tokens(self) -> int:
         """Tokens in KV that a sequence can reach when it has a rank for itself."""
         return min(self.group_capacity(group) for group in self.groups)

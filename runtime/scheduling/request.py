@@ -7,15 +7,15 @@ Units: tokens; `arrival` and `first_scheduled` are seconds of the engine's monot
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from enum import Enum
 
 import msgspec
 import numpy as np
 
 from ..params import SamplingParams
-from ..plan import PromptLogprobs, SamplingState, TokenLogprobs
-from .token_log import TokenLog
+from ..plan import PromptLogprobs, SamplingState, TokenLogprobs, unpack
+from .token_log import LeftTokens, TokenLog
 
 
 class RequestState(Enum):
@@ -28,9 +28,11 @@ class RequestState(Enum):
     FINISHED = "finished"  # the scheduler has forgotten it
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """What was asked for and what became of it so far.
+TOKEN_BYTES = 4
+
+
+class Request(msgspec.Struct, eq=False, gc=False):
+    """What was asked for and what became of it so far. (`gc=False`: thousands live, and none is part of a cycle.)
 
     Attributes:
         request_id: unique among live requests.
@@ -50,8 +52,9 @@ class Request:
         num_prompt_logprobs: places of the prompt whose log-probabilities were reported.
         sampling: what a worker must know of `params`; set by `Scheduler.add`.
         mask: of its next token, in the form of `TokenMask.words`; None allows all.
-        past: tokens applied so far, i32, but for those that the log of its batch still has.
-        log, place: that log, and its place there; None and -1 while it has no slot.
+        past: tokens applied so far as i32 bytes, but for those in `log` and behind them those in `late`.
+        log, place: of its batch, or what it was left of that when it lost its slot, and its place there; or None, -1.
+        late: tokens that came after it had lost its slot.
     """
 
     request_id: str
@@ -72,31 +75,40 @@ class Request:
     sampling: SamplingState | None = None
     mask: bytes | None = None
     num_prompt_logprobs: int = 0
-    past: array[int] = field(default_factory=lambda: array("i"))
-    log: TokenLog | None = None
+    past: bytes = b""
+    log: TokenLog | LeftTokens | None = None
     place: int = -1
+    late: bytes = b""
 
     @property
     def generated(self) -> list[int]:
         """Tokens applied so far, a new list each time."""
         self._settle()
-        return self.past.tolist()
+        tokens: list[int] = unpack(self.past).tolist()
+        return tokens
 
     @property
     def num_generated(self) -> int:
         """How many those are."""
         self._settle()
-        return len(self.past)
+        return len(self.past) // TOKEN_BYTES
 
     @property
     def num_tokens(self) -> int:
         """Known tokens: the prompt and what was generated."""
-        return len(self.prompt_token_ids) + self.num_generated
+        if self.log is not None:
+            self._settle()
+        return len(self.prompt_token_ids) + len(self.past) // TOKEN_BYTES
 
     @property
     def constrained(self) -> bool:
         """True when it samples only with a mask of its own, one a token (see `Scheduler.release`)."""
         return self.params.structured is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """True when it is neither constrained nor ever judged."""
+        return self.params.structured is None and self.params.prompt_logprobs is None
 
     @property
     def is_judged(self) -> bool:
@@ -107,7 +119,8 @@ class Request:
     @property
     def most_computed(self) -> int:
         """Tokens in KV when nothing is left to run: all but the last, and the prompt where nothing is generated."""
-        return max(self.max_length - 1, len(self.prompt_token_ids))
+        most, prompt = self.max_length - 1, len(self.prompt_token_ids)
+        return most if most > prompt else prompt
 
     def token_ids(self) -> np.ndarray:
         """Return all known tokens, i32 [num_tokens]."""
@@ -115,12 +128,22 @@ class Request:
 
     def token_bytes(self) -> bytes:
         """Return all known tokens in the form of `plan.pack`."""
-        self._settle()
-        prompt = self.prompt_token_ids.astype("<i4", copy=False).tobytes()
-        return prompt + self.past.tobytes() if self.past else prompt
+        if self.log is not None:
+            self._settle()
+        return self.prompt_token_ids.tobytes() + self.past
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Take more tokens; if it has a slot, none that came before them may be in the log still."""
+        if isinstance(self.log, LeftTokens):
+            self.late += array("i", tokens).tobytes()
+        else:
+            self.past += array("i", tokens).tobytes()
 
     def _settle(self) -> None:
-        if self.log is not None and self.log.is_behind(self.place):
+        if isinstance(self.log, LeftTokens):
+            self.past += self.log.of(self.place) + self.late
+            self.log, self.place, self.late = None, -1, b""
+        elif self.log is not None and self.log.is_behind(self.place):
             self.log.settle((self,))
 
 

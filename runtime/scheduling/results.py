@@ -31,14 +31,21 @@ class Came:
     """What a step brought.
 
     Attributes:
-        places: [n] i64, sequences that hold their slot, got one token each, and go on.
+        places: [n] i64, sequences that hold their slot and got one token each, which the log has to be told.
         tokens: [n] i32, theirs.
-        updates: of all others, with their tokens appended; those that end have to be forgotten yet.
+        goes_on: [n] bool, those of them that do not end now.
+        updates: of those that end, which have to be forgotten yet, and of all others.
     """
 
     places: np.ndarray
     tokens: np.ndarray
+    goes_on: np.ndarray
     updates: list[SequenceUpdate]
+
+    @property
+    def num_updates(self) -> int:
+        """How many sequences got something."""
+        return int(np.count_nonzero(self.goes_on)) + len(self.updates)
 
 
 class StepUpdates(Sequence[SequenceUpdate]):
@@ -61,7 +68,7 @@ class StepUpdates(Sequence[SequenceUpdate]):
         return self._came.updates
 
     def __len__(self) -> int:
-        return len(self._came.places) + len(self._came.updates)
+        return self._came.num_updates
 
     def __iter__(self) -> Iterator[SequenceUpdate]:
         return iter(self._all())
@@ -73,8 +80,8 @@ class StepUpdates(Sequence[SequenceUpdate]):
         if self._made is None:
             assert self._turnover == self._batch.turnover, "updates were left until slots had changed hands"
             requests, came = self._batch.requests, self._came
-            owners = cast(list[Request], [requests[place] for place in came.places.tolist()])
-            pairs = zip(owners, came.tokens.tolist(), strict=True)
+            owners = cast(list[Request], [requests[place] for place in came.places[came.goes_on].tolist()])
+            pairs = zip(owners, came.tokens[came.goes_on].tolist(), strict=True)
             self._made = [SequenceUpdate(owner, [token]) for owner, token in pairs] + came.updates
         return self._made
 
@@ -94,8 +101,10 @@ def read(result: StepResult, batch: BatchState, departed: Mapping[int, Request])
             updates += _read_rank(rank, outcome, batch, departed)
         elif outcome.slots:
             plain.append((rank, outcome))
-    places, tokens = _read_plain(plain, batch, departed, updates) if plain else (np.empty(0, np.int64),) * 2
-    return Came(places=places, tokens=tokens, updates=updates)
+    if not plain:
+        nothing = np.empty(0, np.int64)
+        return Came(places=nothing, tokens=nothing, goes_on=nothing > 0, updates=updates)
+    return _read_plain(plain, batch, departed, updates)
 
 
 def _read_plain(
@@ -103,8 +112,8 @@ def _read_plain(
     batch: BatchState,
     departed: Mapping[int, Request],
     updates: list[SequenceUpdate],
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return places and tokens of those that go on; `updates` get the others. Each sequence got one token."""
+) -> Came:
+    """Return what came if each sequence got one token; `updates` of other ranks get those of these."""
     slots = unpack(b"".join([outcome.slots for _, outcome in outcomes]))
     ids = unpack(b"".join([outcome.sequence_ids for _, outcome in outcomes]), "<i8")
     tokens = unpack(b"".join([outcome.tokens for _, outcome in outcomes]))
@@ -113,25 +122,24 @@ def _read_plain(
     first_places = np.array([rank for rank, _ in outcomes]) * batch.config.max_num_seqs
     places = np.repeat(first_places, sizes) + slots
     is_current = batch.sequence_id.reshape(-1)[places] == ids
-    goes_on = is_current
-    flags = None
+    flags = np.zeros(len(places), np.uint8)
     if any([outcome.flags for _, outcome in outcomes]):
-        parts = [outcome.flags or bytes(size) for (_, outcome), size in zip(outcomes, sizes)]
-        flags = unpack(b"".join(parts), "u1")
-        goes_on = is_current & (flags == FINISH_NONE)
-    if goes_on.all():
-        return places, tokens
+        flags = unpack(b"".join([outcome.flags or bytes(size) for (_, outcome), size in zip(outcomes, sizes)]), "u1")
+    goes_on = is_current & (flags == FINISH_NONE)
     at = np.flatnonzero(~goes_on)
-    found = zip(places[at].tolist(), ids[at].tolist(), is_current[at].tolist(), strict=True)
-    owners = [batch.requests[place] if current else departed.get(sequence_id) for place, sequence_id, current in found]
-    _settle(owners, batch)
-    verdicts = [FINISH_NONE] * len(at) if flags is None else flags[at].tolist()
-    for request, token, flag in zip(owners, tokens[at].tolist(), verdicts, strict=True):
-        if request is not None:  # else it was aborted or finished with this token in flight
-            if flag != FINISH_ERROR:
-                request.past.append(token)
-            updates.append(_update(request, [token], flag, ()))
-    return places[goes_on], tokens[goes_on]
+    if not at.size:
+        return Came(places=places, tokens=tokens, goes_on=goes_on, updates=updates)
+    verdicts = flags[at].tolist()
+    found = zip(places[at].tolist(), ids[at].tolist(), tokens[at].tolist(), verdicts, is_current[at].tolist())
+    for place, sequence_id, token, flag, current in found:
+        request = batch.requests[place] if current else departed.get(sequence_id)
+        if request is None:  # it was aborted or finished with this token in flight
+            continue
+        if not current and flag != FINISH_ERROR:
+            request.append([token])
+        updates.append(_update(request, [token], flag, ()))
+    logged = is_current & (flags != FINISH_ERROR)
+    return Came(places=places[logged], tokens=tokens[logged], goes_on=goes_on[logged], updates=updates)
 
 
 def _read_rank(
@@ -152,7 +160,7 @@ def _read_rank(
     ):
         if request is not None:
             if flag != FINISH_ERROR:
-                request.past.extend(tokens)
+                request.append(tokens)
             update = _update(request, tokens, flag, tuple(logprobs.get(sequence_id, ())))
             if prompts and (early := prompts.pop(sequence_id, None)) is not None:
                 update.prompt_logprobs = early.prompt_logprobs
@@ -171,7 +179,7 @@ def _owner(
 
 def _settle(owners: Sequence[Request | None], batch: BatchState) -> None:
     """Let those of `owners` that hold a slot have all their tokens; one after another they would take much longer."""
-    batch.log.settle([request for request in owners if request is not None and request.log is not None])
+    batch.log.settle([request for request in owners if request is not None and request.log is batch.log])
 
 
 def _update(request: Request, tokens: list[int], flag: int, logprobs: tuple[TokenLogprobs, ...]) -> SequenceUpdate:

@@ -27,7 +27,7 @@ class SteadyBatch:
         self._usable = bool(self._decoding.any()) and not ((batch.phase == PREFILL) | batch.constrained).any()
         if not self._usable:
             return
-        self._ranks, self._slots = np.nonzero(self._decoding)  # [N]
+        self._ranks, self._slots = batch.where(self._decoding)  # [N]
         num_decodes = self._decoding.sum(1).tolist()
         self._bucket: int = max(num_decodes)
         self._exchange, self._overlap = batch.config.way_of("decode", self._bucket)

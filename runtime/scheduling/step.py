@@ -6,6 +6,8 @@ Shapes: W ranks, S slots a rank; units are tokens and blocks.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +15,7 @@ import numpy as np
 from ..params import EXPECTED_OUTPUT_TOKENS
 from ..plan import Admission, Chunk, RankPlan, SamplingState, TokenMask, pack
 from .admission import RankLoads
-from .batch_state import DECODE, FREE, PREFILL, BatchState, counting
+from .batch_state import DECODE, PREFILL, BatchState, Seat, counting
 from .policy import precedence, share_tokens
 from .request import Request
 
@@ -21,20 +23,48 @@ from .request import Request
 MOST_JUDGED_TOKENS = 1024
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decodes:
+    """Who decodes one token in a step.
+
+    Attributes:
+        places: [W, S] bool.
+        counts: [W] i64, how many on each rank.
+        growing_ranks, growing_slots: [n] i64, those of them that need another block, in order of rank and slot.
+        num_growing: [W] i64, how many on each rank.
+    """
+
+    places: np.ndarray
+    counts: np.ndarray
+    growing_ranks: np.ndarray
+    growing_slots: np.ndarray
+    num_growing: np.ndarray
+
+
+def all_decodes(batch: BatchState, places: np.ndarray) -> Decodes:
+    """Return what it means that `places` [W, S] bool decode."""
+    ranks, slots = batch.where(batch.growing(places))
+    return Decodes(
+        places=places,
+        counts=places.sum(1),
+        growing_ranks=ranks,
+        growing_slots=slots,
+        num_growing=np.bincount(ranks, minlength=len(places)),
+    )
+
+
 @dataclass
 class StepDraft:
     """What a step will run.
 
     Attributes:
-        decoding: [W, S] bool, sequences that decode one token.
-        growing: [W, S] bool, those of them that need another block for it.
+        decodes: who decodes.
         chunks: for each rank, its prompt pieces in order of slot.
         held: for each rank, slots that are past their prompt and sit out.
         masks: for each rank, filled when the step is booked.
     """
 
-    decoding: np.ndarray
-    growing: np.ndarray
+    decodes: Decodes
     chunks: list[list[Chunk]]
     held: list[bytes]
     masks: list[tuple[TokenMask, ...]] = field(default_factory=list)
@@ -42,57 +72,74 @@ class StepDraft:
     @property
     def is_empty(self) -> bool:
         """True when no rank has a row to run."""
-        return not (self.decoding.any() or any(self.chunks))
+        return not (self.decodes.counts.any() or any(self.chunks))
 
 
 def token_work(num_tokens: int, max_length: int) -> int:
     """Return the tokens that a rank takes on with a request: its known ones, and its expected output."""
-    return num_tokens + min(max_length - num_tokens, EXPECTED_OUTPUT_TOKENS)
+    return min(max_length, num_tokens + EXPECTED_OUTPUT_TOKENS)
 
 
-def rank_loads(batch: BatchState, *, growing: np.ndarray, blocked: np.ndarray) -> RankLoads:
-    """Measure every rank before admission; ranks in `blocked` [W] bool get no free slot. `growing` as in StepDraft."""
-    config, taken = batch.config, batch.phase != FREE
+def rank_loads(batch: BatchState, *, num_growing: np.ndarray, blocked: np.ndarray) -> RankLoads:
+    """Measure every rank before admission; those in `blocked` [W] bool get no free slot. `num_growing`: see Decodes."""
+    config, num_sequences = batch.config, np.count_nonzero(batch.phase, axis=1)
     prefilling = batch.phase == PREFILL
     has_prompts = bool(prefilling.any())
-    whole = np.where(taken, -(-batch.limit // config.block_size), 0)
-    spare, worst = batch.free_blocks - growing.sum(1), np.empty_like(batch.free_blocks)
+    whole = (batch.limit + (config.block_size - 1)) // config.block_size  # 0 in a free slot
+    spare, worst = batch.free_blocks - num_growing, np.empty_like(batch.free_blocks)
     for g, group in enumerate(config.groups):
         most = config.most_held(group)
         if has_prompts:
             prompt, held = -(-batch.known // config.block_size), batch.granted - batch.first[g]
             spare[g] -= np.where(prefilling, np.minimum(prompt, most) - held, 0).sum(1)
         worst[g] = np.minimum(whole, most).sum(1)
-    prompt_left = batch.known - np.minimum(batch.computed, batch.known)
-    output_left = batch.limit + 1 - np.maximum(batch.computed, batch.known)
-    work = np.where(taken, prompt_left + np.minimum(output_left, EXPECTED_OUTPUT_TOKENS), 0)
-    num_sequences = taken.sum(1)
+    # What is left of prompts, and of outputs or what is expected of them; the 1 of each free slot is taken off.
+    prompts = np.maximum(batch.known, batch.computed)
+    work = np.minimum(batch.limit + 1 - prompts, EXPECTED_OUTPUT_TOKENS) + (prompts - batch.computed)
+    num_free = config.max_num_seqs - num_sequences
     return RankLoads(
-        free_slots=np.where(blocked, 0, config.max_num_seqs - num_sequences).tolist(),
+        free_slots=np.where(blocked, 0, num_free).tolist(),
         spare_blocks=spare.T.tolist(),
         num_sequences=num_sequences.tolist(),
         worst_blocks=worst.T.tolist(),
-        token_work=work.sum(1).tolist(),
+        token_work=(work.sum(1) - num_free).tolist(),
         num_blocks=batch.num_blocks.tolist(),
     )
 
 
-def draft_chunks(batch: BatchState, *, decoding: np.ndarray, growing: np.ndarray) -> list[list[Chunk]]:
+def place_in_order(
+    requests: Sequence[Request], loads: RankLoads, group_needs: Callable[[int], tuple[int, ...]]
+) -> list[Seat]:
+    """Return a seat for each of `requests`, in their order, up to the first that no rank has room for."""
+    seats: list[Seat] = []
+    for request in requests:
+        known, limit = request.num_tokens, request.most_computed
+        rank = loads.place(
+            prompt_blocks=group_needs(known),
+            worst_blocks=group_needs(limit),
+            token_work=token_work(known, request.max_length),
+        )
+        if rank < 0:
+            break
+        seats.append((request, rank, known, limit))
+    return seats
+
+
+def draft_chunks(batch: BatchState, decodes: Decodes) -> list[list[Chunk]]:
     """Share what decodes leave of each rank's rows and blocks among its prompts."""
     config = batch.config
     chunks: list[list[Chunk]] = [[] for _ in range(config.num_ranks)]
-    ranks, slots = np.nonzero(batch.phase == PREFILL)  # [n]
+    ranks, slots = batch.where(batch.phase == PREFILL)  # [n]
     if not ranks.size:
         return chunks
     starts, ends = batch.computed[ranks, slots], batch.known[ranks, slots]
     needs = ends - starts
-    rows_left = config.max_num_batched_tokens - decoding.sum(1)
-    blocks_left = batch.free_blocks.min(0) - growing.sum(1)  # a token takes room in every group
+    rows_left = config.max_num_batched_tokens - decodes.counts
+    blocks_left = batch.free_blocks.min(0) - decodes.num_growing  # a token takes room in every group
     blocks = -(-ends // config.block_size) - batch.granted[ranks, slots]
     # Where all prompts can run to their ends nothing has to be shared.
-    shares = (_by_rank(ranks, needs, config.num_ranks) > rows_left) | (
-        _by_rank(ranks, blocks, config.num_ranks) > blocks_left
-    )
+    rows_asked, blocks_asked = (np.bincount(ranks, n, minlength=config.num_ranks) for n in (needs, blocks))
+    shares = (rows_asked > rows_left) | (blocks_asked > blocks_left)
     shares[ranks[batch.held[ranks, slots] | batch.judged[ranks, slots]]] = True
     if config.max_chunk_tokens is not None:
         shares[ranks[needs > config.max_chunk_tokens]] = True
@@ -100,16 +147,9 @@ def draft_chunks(batch: BatchState, *, decoding: np.ndarray, growing: np.ndarray
     found = zip(ranks[whole].tolist(), slots[whole].tolist(), starts[whole].tolist(), needs[whole].tolist())
     for rank, slot, start, need in found:
         chunks[rank].append(Chunk(slot=slot, start=start, num_tokens=need, samples=True))
-    for rank in np.unique(ranks[~whole]).tolist():
+    for rank in np.flatnonzero(shares & (rows_asked > 0)).tolist():
         chunks[rank] = _shared_chunks(batch, rank, num_rows=int(rows_left[rank]), spare_blocks=int(blocks_left[rank]))
     return chunks
-
-
-def _by_rank(ranks: np.ndarray, values: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Return the sum of `values` [n] of each rank, [W] i64."""
-    sums = np.zeros(num_ranks, np.int64)
-    np.add.at(sums, ranks, values)
-    return sums
 
 
 def _shared_chunks(batch: BatchState, rank: int, *, num_rows: int, spare_blocks: int) -> list[Chunk]:
@@ -154,19 +194,17 @@ def commit(batch: BatchState, draft: StepDraft) -> list[bytes]:
     """Book the step in `batch` and fill `draft.masks`; return each rank's grants (see `BatchState.grant`)."""
     batch.version += 1
     draft.masks = take_masks(batch, draft)
-    ranks, slots = np.nonzero(draft.growing)
+    ranks, slots = draft.decodes.growing_ranks, draft.decodes.growing_slots
     indices = batch.granted[ranks, slots]
-    np.add(batch.computed, draft.decoding, out=batch.computed, casting="unsafe")
-    run = [
-        (rank, chunk.slot, chunk.start + chunk.num_tokens, chunk.samples)
-        for rank, chunks in enumerate(draft.chunks)
-        for chunk in chunks
-    ]
+    np.add(batch.computed, draft.decodes.places, out=batch.computed, casting="unsafe")
+    run = [chunk for chunks in draft.chunks for chunk in chunks]
     if not run:
         return batch.grant(ranks, slots, indices)
-    owners, places, ends, samples = np.array(run).T
+    owners = np.repeat(np.arange(len(draft.chunks)), [len(chunks) for chunks in draft.chunks])
+    places = np.array([chunk.slot for chunk in run])
+    ends = np.array([chunk.start + chunk.num_tokens for chunk in run])
+    last = np.array([chunk.samples for chunk in run])
     batch.computed[owners, places] = ends
-    last = samples > 0
     batch.phase[owners[last], places[last]] = DECODE
     granted = batch.granted[owners, places].astype(np.int64)
     more = -(-ends // batch.config.block_size) - granted
@@ -182,7 +220,7 @@ def take_masks(batch: BatchState, draft: StepDraft) -> list[tuple[TokenMask, ...
     masks: list[tuple[TokenMask, ...]] = [() for _ in draft.chunks]
     if not batch.constrained.any():
         return masks
-    sampling = draft.decoding.copy()
+    sampling = draft.decodes.places.copy()
     for rank, chunks in enumerate(draft.chunks):
         sampling[rank, [chunk.slot for chunk in chunks if chunk.samples]] = True
     sampling &= batch.constrained
@@ -240,16 +278,18 @@ def delta_plans(
 ) -> tuple[RankPlan, ...]:
     """Write the plan of each rank as what changes (see `RankPlan`)."""
     return tuple(
-        RankPlan(
-            released=pack(np.array(released[rank])) if released[rank] else b"",
-            admitted=tuple([admission(request) for request in admitted[rank]]),
-            grants=grants[rank],
-            chunks=tuple(draft.chunks[rank]),
-            num_decodes=num_decodes,
-            held=draft.held[rank],
-            masks=draft.masks[rank],
-        )
-        for rank, num_decodes in enumerate(draft.decoding.sum(1).tolist())
+        [
+            RankPlan(
+                released=array("i", released[rank]).tobytes(),
+                admitted=tuple([admission(request) for request in admitted[rank]]),
+                grants=grants[rank],
+                chunks=tuple(draft.chunks[rank]),
+                num_decodes=num_decodes,
+                held=draft.held[rank],
+                masks=draft.masks[rank],
+            )
+            for rank, num_decodes in enumerate(draft.decodes.counts.tolist())
+        ]
     )
 
 
@@ -258,7 +298,7 @@ def snapshot_plans(batch: BatchState, draft: StepDraft) -> tuple[RankPlan, ...]:
     plans = []
     for rank in range(batch.config.num_ranks):
         chunks = {chunk.slot: chunk for chunk in draft.chunks[rank]}
-        for slot in np.flatnonzero(draft.decoding[rank]).tolist():
+        for slot in np.flatnonzero(draft.decodes.places[rank]).tolist():
             start = int(batch.computed[rank, slot]) - 1
             chunks[slot] = Chunk(slot=slot, start=start, num_tokens=1, samples=True)
         admitted = []

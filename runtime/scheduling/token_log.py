@@ -6,22 +6,24 @@ Shapes: N places (a slot of a rank each: rank * S + slot), ROWS steps; token ids
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
-ROWS = 128
+ROWS = 256
+# Rows are written one by one, and turned when there are WIDTH of them, a cache line: so that a step writes to one
+# stretch of memory, and settling a place reads another.
+WIDTH = 16
 NOTHING = -1
 # A block of places is settled at once, so that no step settles all of them; fewer would cost more than they spread.
 LEAST_BLOCK = 64
 
 
 class TokenOwner(Protocol):
-    """Who gets tokens of a place."""
+    """Who gets tokens of a place, as i32 bytes at the end of `past`."""
 
-    past: array[int]
+    past: bytes
     place: int
 
 
@@ -33,7 +35,8 @@ class TokenLog:
     """
 
     def __init__(self, num_places: int) -> None:
-        self._rows = np.full((ROWS, num_places), NOTHING, np.int32)
+        self._recent = np.full((WIDTH, num_places), NOTHING, np.int32)
+        self._turned = np.full((num_places, ROWS), NOTHING, np.int32)
         self._since = np.zeros(num_places, np.int64)  # rows before it are settled, or another owner's
         self._clock = 0  # rows written so far
         self._block = max(LEAST_BLOCK, -(-num_places // ROWS))
@@ -44,14 +47,17 @@ class TokenLog:
 
     def write(self, places: np.ndarray, tokens: np.ndarray, owners: Sequence[TokenOwner | None]) -> None:
         """Book a token of each of `places`, all different; `owners` are those of all places, None where it is free."""
-        row = self._rows[self._clock % ROWS]
+        row = self._recent[self._clock % WIDTH]
         row.fill(NOTHING)
         row[places] = tokens
         self._clock += 1
+        if self._clock % WIDTH == 0:
+            end = (self._clock - 1) % ROWS + 1
+            self._turned[:, end - WIDTH : end] = self._recent.T
         start = self._clock % ROWS * self._block
         if start < len(self._since):  # in ROWS steps each place has its turn once
-            block = slice(start, start + self._block)
-            self._settle(block, [owner for owner in owners[block]])
+            block = owners[start : start + self._block]
+            self._settle(np.arange(start, start + len(block)), block)
 
     def is_behind(self, place: int) -> bool:
         """Tell whether `settle` would have something to do for the owner of `place`."""
@@ -64,17 +70,26 @@ class TokenLog:
         if behind.size:
             self._settle(places[behind], [owners[i] for i in behind.tolist()])
 
-    def _settle(self, places: slice | np.ndarray, owners: Sequence[TokenOwner | None]) -> None:
-        steps = np.arange(self._clock - ROWS, self._clock)
-        rows = self._rows[:, places][steps % ROWS]  # [ROWS, n], oldest first
-        fresh = ((rows != NOTHING) & (steps[:, None] >= self._since[places])).T
-        ends = fresh.sum(1).cumsum() * 4
-        data, start = rows.T[fresh].tobytes(), 0
-        for owner, end in zip(owners, ends.tolist(), strict=True):
+    def leave(self, places: np.ndarray) -> LeftTokens:
+        """Return what came to `places` [n] since the last time, in their order, for owners that give them up."""
+        return LeftTokens(*self._unsettled(places))
+
+    def _settle(self, places: np.ndarray, owners: Sequence[TokenOwner | None]) -> None:
+        data, ends = _apart(*self._unsettled(places))
+        start = 0
+        for owner, end in zip(owners, ends, strict=True):
             if owner is not None and end > start:
-                owner.past.frombytes(data[start:end])
+                owner.past += data[start:end]
             start = end
         self._since[places] = self._clock
+
+    def _unsettled(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the newest rows of `places`, oldest first, [n, most], and of how many of them each is owner, [n]."""
+        ages = (self._clock - self._since[places]).astype(np.int16)  # at most ROWS
+        num_recent, oldest = self._clock % WIDTH, self._clock // WIDTH * WIDTH % ROWS
+        turned, recent = self._turned[places], self._recent[:num_recent, places].T
+        rows = np.concatenate((turned[:, oldest:], turned[:, :oldest], recent), 1)
+        return rows[:, rows.shape[1] - int(ages.max()) :], ages
 
     def check_invariants(self, owners: Sequence[TokenOwner | None]) -> None:
         """Raise AssertionError when tokens could be lost, or an owner does not know its place."""
@@ -82,3 +97,31 @@ class TokenLog:
         assert all(owners[place].place == place for place in taken), "an owner is at another place"  # type: ignore[union-attr]
         since = self._since[taken]
         assert ((since <= self._clock) & (since >= self._clock - ROWS)).all(), "tokens were written over"
+
+
+class LeftTokens:
+    """Tokens of sequences that gave up their places together; told apart when somebody asks, which few do.
+
+    Args:
+        rows: [n, most] i32, the newest tokens of each, oldest first.
+        ages: [n] i16, of how many of them it is owner.
+    """
+
+    def __init__(self, rows: np.ndarray, ages: np.ndarray) -> None:
+        self._rows, self._ages = rows, ages
+        self._data = b""
+        self._ends: list[int] = []
+
+    def of(self, index: int) -> bytes:
+        """Return the tokens of one sequence as i32 bytes."""
+        if not self._ends:
+            self._data, self._ends = _apart(self._rows, self._ages)
+        return self._data[self._ends[index - 1] if index else 0 : self._ends[index]]
+
+
+def _apart(rows: np.ndarray, ages: np.ndarray) -> tuple[bytes, list[int]]:
+    """Return the tokens of each of `rows` [n, most], one after another, as bytes, and where each of them ends."""
+    fresh = (rows != NOTHING) & (np.arange(rows.shape[1], 0, -1, dtype=np.int16) <= ages[:, None])
+    data = (rows if fresh.all() else rows[fresh]).tobytes()
+    ends: list[int] = (fresh.sum(1).cumsum() * rows.itemsize).tolist()
+    return data, ends

@@ -44,7 +44,7 @@ def test_a_lost_token_is_noticed(bench: ModuleType) -> None:
     with pytest.raises(AssertionError, match="ended after"):
         for _ in range(200):
             for request in group._live.values():
-                request.past.extend([bench.TOKEN] * 3)
+                request.append([bench.TOKEN] * 3)
             group.step(timed=False)
 
 

@@ -110,12 +110,12 @@ def test_queue_orders_by_policy_then_arrival_then_id():
         for request in requests:
             queue.push(request)
             queue.check_invariants()
-        seen = ""
-        while (first := queue.first()) is not None:
-            seen += first.request_id
-            queue.remove(first)
-            queue.check_invariants()
-        assert seen == order
+        assert "".join(request.request_id for request in queue.first(9)) == order
+        queue.drop(1)
+        queue.check_invariants()
+        queue.remove(queue.first(2)[1])
+        queue.check_invariants()
+        assert "".join(request.request_id for request in queue.first(2)) == order[1] + order[3]
 
 
 def test_priority_is_admitted_first_and_preempted_last():
@@ -281,6 +281,6 @@ def test_client_gone_frees_everything_at_once():
 
 def test_request_counts_its_tokens():
     request: Request = make_request("a", 3, 5)
-    request.past.extend([7, 8])
+    request.append([7, 8])
     assert request.num_tokens == 5
     assert request.token_ids().tolist() == [*request.prompt_token_ids.tolist(), 7, 8]

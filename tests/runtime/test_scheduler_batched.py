@@ -10,7 +10,7 @@ import pytest
 from moewe.runtime.scheduler import Request
 from moewe.runtime.scheduling import step as steps
 from moewe.runtime.scheduling.admission import RankLoads
-from moewe.runtime.scheduling.batch_state import DECODE, PREFILL, BatchState
+from moewe.runtime.scheduling.batch_state import DECODE, FREE, PREFILL, BatchState
 from tests.runtime.test_scheduler_random import SHAPES, config_of, random_request
 from tests.support.null_worker import NullEngine, make_request
 
@@ -47,14 +47,48 @@ def test_slots_are_freed_together_as_one_after_another(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_in_flight_come_behind_those_that_were_left_in_a_slot(shape: str) -> None:
+    (batch, leaving), (_, others) = filled(shape, 1), filled(shape, 1)
+    expected = [request.generated for request in others]
+    batch.vacate(leaving)
+    for request in leaving:
+        request.append([5])
+        request.append([6])
+        assert request.num_tokens == len(request.prompt_token_ids) + request.num_generated
+    assert [request.generated for request in leaving] == [[*tokens, 5, 6] for tokens in expected]
+    assert any(expected)
+    leaving[0].append([7])
+    assert leaving[0].generated == [*expected[0], 5, 6, 7]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sequences_come_to_the_lowest_free_slots_in_their_order(shape: str) -> None:
+    batch, running = filled(shape, 2)
+    rng, config = random.Random(shape), batch.config
+    batch.vacate(rng.sample(running, -(-len(running) // 2)))
+    free = {rank: np.flatnonzero(batch.phase[rank] == FREE).tolist() for rank in range(config.num_ranks)}
+    ranks = [rank for rank, slots in free.items() for _ in slots[1:]]
+    rng.shuffle(ranks)
+    requests = [make_request(f"new{i}", 1 + i % 3, 3) for i in range(len(ranks))]
+    batch.occupy([(request, rank, request.num_tokens, 7) for request, rank in zip(requests, ranks)], first_id=1000)
+    expected = [free[rank].pop(0) for rank in ranks]
+    assert [request.slot for request in requests] == expected and requests
+    assert [request.sequence_id for request in requests] == list(range(1000, 1000 + len(ranks)))
+    assert [batch.request_at(request.rank, request.slot) for request in requests] == requests
+    assert [batch.known[request.rank, request.slot] for request in requests] == [r.num_tokens for r in requests]
+    with pytest.raises(AssertionError, match="too few free slots"):
+        batch.occupy([(make_request("one", 1, 1), 0, 1, 1)] * (config.max_num_seqs + 1), first_id=2000)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_prompts_that_run_whole_are_cut_as_those_that_share(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     draft, whole = steps.draft_chunks, []
 
-    def both(batch: BatchState, *, decoding: np.ndarray, growing: np.ndarray) -> list:
-        chunks = draft(batch, decoding=decoding, growing=growing)
+    def both(batch: BatchState, decodes: steps.Decodes) -> list:
+        chunks = draft(batch, decodes)
         for rank in np.flatnonzero((batch.phase == PREFILL).any(1)).tolist():
-            rows = batch.config.max_num_batched_tokens - int(decoding[rank].sum())
-            blocks = int(batch.free_blocks[:, rank].min() - growing[rank].sum())
+            rows = batch.config.max_num_batched_tokens - int(decodes.counts[rank])
+            blocks = int(batch.free_blocks[:, rank].min() - decodes.num_growing[rank])
             assert chunks[rank] == steps._shared_chunks(batch, rank, num_rows=rows, spare_blocks=blocks)
             whole.append(all(chunk.samples for chunk in chunks[rank]))
         return chunks
