@@ -53,8 +53,10 @@ class StructuredSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"kind={self.kind!r} is not allowed; use one of {', '.join(GRAMMAR_KINDS)}")
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """What to generate for one prompt. Invalid values raise ValueError that names field, value and fix.
+
+    (`gc=False`: one for each request, and none is part of a cycle.)
 
     Attributes:
         max_tokens: most tokens to generate; None means until the context is full, 0 only runs the prompt.
@@ -115,9 +117,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             msgspec.structs.force_setattr(self, "bad_word_tokens", plain)
         if self.logit_bias is None or self.logit_bias:
             msgspec.structs.force_setattr(self, "logit_bias", _token_bias(self.logit_bias))
-        for field, fine, fix in _CHECKS:
+        for field, fine, fix, default in _CHECKS:
             value = getattr(self, field)
-            if not fine(value):
+            if value is not default and not fine(value):
                 raise ValueError(f"{field}={_shown(value)} is not allowed; {fix}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
@@ -179,7 +181,7 @@ _TOKEN = _integer(0, 2**31 - 1)
 _COUNT = _integer(0, math.inf)
 _WORD_TOKENS = _several(MAX_BAD_WORD_TOKENS, _TOKEN)
 # (field, whether a value is fine, the fix), in the order in which they are looked at.
-_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("max_tokens", _or_none(_COUNT), "use an integer of at least 0, or null for as many as fit"),
     ("min_tokens", _integer(0, 2**31 - 1), "use an integer from 0 to 2147483647"),
     ("n", _integer(1, MAX_CHOICES), f"use an integer from 1 to {MAX_CHOICES}"),
@@ -205,6 +207,9 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("prompt_logprobs", _or_none(_integer(0, MAX_LOGPROBS)), f"use an integer from 0 to {MAX_LOGPROBS}"),
     ("structured", lambda value: value is None or isinstance(value, StructuredSpec), "use a StructuredSpec"),
 )  # fmt: skip
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
+# The same with the default, which is fine: most fields of most requests are left at theirs.
+_CHECKS = tuple((*rule, _DEFAULTS[rule[0]]) for rule in _RULES)
 
 
 def _token_bias(given: Any) -> Any:

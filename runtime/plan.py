@@ -25,8 +25,8 @@ def unpack(data: bytes, dtype: str = "<i4") -> np.ndarray:
     return np.frombuffer(data, dtype=dtype)
 
 
-class SamplingState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What a worker must know of a request's sampling.
+class SamplingState(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """What a worker must know of a request's sampling. (`gc=False`: one for each request, and none in a cycle.)
 
     Attributes:
         temperature, top_p, top_k: as in `SamplingParams`.

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from moewe.runtime import params
 from moewe.runtime.checked_params import bad_word_tokens, checked_params
 from moewe.runtime.params import MAX_BAD_WORD_TOKENS, SamplingParams, StructuredSpec
 from moewe.text import Tokenizer
@@ -73,6 +74,16 @@ def test_they_travel_as_they_are() -> None:
         structured=StructuredSpec(kind="regex", text="a+"),
     )  # fmt: skip
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+def test_defaults_which_are_not_looked_at_again_are_fine() -> None:
+    defaults = {field: (default, fine) for field, fine, _, default in params._CHECKS}
+    assert set(defaults) == set(SamplingParams.__struct_fields__)
+    assert all(fine(default) for name, (default, fine) in defaults.items() if name != "logit_bias")
+    with pytest.raises(ValueError, match="top_k=False"):  # equal to the default, and not the default
+        SamplingParams(top_k=False)
+    with pytest.raises(ValueError, match="ignore_eos=0"):
+        SamplingParams(ignore_eos=0)
 
 
 def test_min_tokens_must_leave_room() -> None:
