@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from .budget import ByteBudget, byte_budget, check_fits, format_bytes
 from .cost import Ceilings, Link, StepCost, Workload, step_cost
-from .exchange_cost import ExchangeCost
+from .exchange_cost import BETWEEN, WITHIN, ExchangeCost
 from .footprint import ModelFootprint
 from .grid import RankGrid
 from .kv_sizes import StepLimits
@@ -72,8 +72,8 @@ def with_links(ceilings: Ceilings, exchange: ExchangeCost | None) -> Ceilings:
         return ceilings
     return replace(
         ceilings,
-        within=exchange.link(far=False) if exchange.within_s else ceilings.within,
-        between=exchange.link(far=True) if exchange.between_s else ceilings.between,
+        within=exchange.link(WITHIN) or ceilings.within,
+        between=exchange.link(BETWEEN) or ceilings.between,
     )
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from .cost import EXCHANGES_A_LAYER, ExpertSpeed, Link, expected_hit
 from .grid import RankGrid
 
+WITHIN, BETWEEN = "within", "between"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeCost:
@@ -22,6 +24,7 @@ class ExchangeCost:
         within_s, between_s: for each byte that a rank sends to others of its domain, and to other domains; 0 where none
             goes there.
         hidden: part of all that, from 0 to 1, in which the rank could compute: bytes are under way and nobody works.
+        assumed: WITHIN, BETWEEN, where the seconds of a byte are as assumed, because no probe told.
     """
 
     name: str
@@ -29,21 +32,27 @@ class ExchangeCost:
     within_s: float
     between_s: float
     hidden: float = 0.0
+    assumed: tuple[str, ...] = ()
 
     def seconds(self, near_bytes: float, far_bytes: float) -> float:
         """Return how long a layer's exchange takes in which a rank sends so many bytes."""
         return self.fixed_s + near_bytes * self.within_s + far_bytes * self.between_s
 
-    def link(self, *, far: bool) -> Link:
-        """Return what was measured as the link of a model that knows no more: of a dispatch or a combine."""
-        byte_s = self.between_s if far else self.within_s
-        return Link(bandwidth=1 / byte_s if byte_s > 0 else float("inf"), latency=self.fixed_s / EXCHANGES_A_LAYER)
+    def bandwidth(self, kind: str) -> float | None:
+        """Return bytes a second over links of a kind, as measured; None where none was."""
+        link = self.link(kind)
+        return None if link is None or kind in self.assumed else link.bandwidth
+
+    def link(self, kind: str) -> Link | None:
+        """Return a dispatch or a combine as the link of a model that knows no more; None where nothing goes there."""
+        byte_s = self.between_s if kind == BETWEEN else self.within_s
+        return Link(bandwidth=1 / byte_s, latency=self.fixed_s / EXCHANGES_A_LAYER) if byte_s > 0 else None
 
     def __str__(self) -> str:
         rates = [
-            f"{1e-6 / byte_s:.0f} MB/s {where}"
-            for where, byte_s in (("within a domain", self.within_s), ("between domains", self.between_s))
-            if byte_s > 0
+            f"{1e-6 * bandwidth:.0f} MB/s {where}"
+            for kind, where in ((WITHIN, "within a domain"), (BETWEEN, "between domains"))
+            if (bandwidth := self.bandwidth(kind)) is not None
         ]
         said = [f"{self.name} takes {1e3 * self.fixed_s:.2f} ms a layer"]
         said += [f"rows go at {' and '.join(rates)}"] * bool(rates)

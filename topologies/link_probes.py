@@ -17,7 +17,7 @@ import numpy as np
 
 from .cost import ExpertSpeed
 from .exchange_choice import OVER_LINKS
-from .exchange_cost import ExchangeCost, MeasuredLinks, rows_sent
+from .exchange_cost import BETWEEN, WITHIN, ExchangeCost, MeasuredLinks, rows_sent
 from .overlap_choice import HALVES, NOTHING, SHARED, OverlapFacts, layer_seconds
 
 # Where the rows of a probe go: to anybody, to the own domain, to others; or through whole layers.
@@ -221,11 +221,14 @@ def fit_exchange(name: str, samples: Sequence[Found], facts: OverlapFacts) -> Ex
     tells = [any(getattr(found, name) > 0 for found in samples[1:]) for name in ("near_bytes", "far_bytes")]
     known = [[1.0, found.near_bytes * tells[0], found.far_bytes * tells[1]] for found in samples]
     fixed, near, far = _fit(known, [found.seconds[EXCHANGE] for found in samples])
+    assumed: list[str] = []
     if max(facts.grid.group_domains) > 1 and not near:
         near = 1 / facts.ceilings.within.bandwidth
+        assumed.append(WITHIN)
     if facts.grid.spans_domains and not far:
         far = 1 / facts.ceilings.between.bandwidth
-    return ExchangeCost(name=name, fixed_s=fixed, within_s=near, between_s=far)
+        assumed.append(BETWEEN)
+    return ExchangeCost(name=name, fixed_s=fixed, within_s=near, between_s=far, assumed=tuple(assumed))
 
 
 def fit_experts(samples: Sequence[Found]) -> ExpertSpeed | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...topologies.exchange_cost import MeasuredLinks
+from ...topologies.exchange_cost import BETWEEN, WITHIN, MeasuredLinks
 from .metric import Metric
 
 _EXCHANGE = ("replica", "exchange")
@@ -39,6 +39,6 @@ def link_samples(replica: str, links: MeasuredLinks) -> Iterator[tuple[str, tupl
     for cost in links.exchanges:
         yield "moewe_exchange_fixed_seconds", (replica, cost.name), cost.fixed_s
         yield "moewe_exchange_hidden_ratio", (replica, cost.name), cost.hidden
-        for scope, byte_s in (("domain", cost.within_s), ("between", cost.between_s)):
-            if byte_s > 0:
-                yield "moewe_exchange_bandwidth_bytes_per_second", (replica, cost.name, scope), 1 / byte_s
+        for scope, kind in (("domain", WITHIN), ("between", BETWEEN)):
+            if (bandwidth := cost.bandwidth(kind)) is not None:
+                yield "moewe_exchange_bandwidth_bytes_per_second", (replica, cost.name, scope), bandwidth

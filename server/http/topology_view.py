@@ -16,6 +16,7 @@ from ...runtime.placements import expert_placement
 from ...runtime.plan import unpack
 from ...runtime.ranges import moves_experts
 from ...topologies import RankGrid, parse_topology, placement_summary
+from ...topologies.exchange_cost import BETWEEN, WITHIN
 from ..state import ServerState
 
 HOTTEST = 5  # experts that the map names
@@ -114,12 +115,16 @@ def _links(state: ServerState, replica: int) -> dict[str, Any] | None:
     links = state.ready[replica].links if replica < len(state.ready) else None
     if links is None:
         return None
+
+    def rounded(bandwidth: float | None) -> int | None:
+        return None if bandwidth is None else round(bandwidth)
+
     exchanges = [
         {
             "exchange": cost.name,
             "fixed_us": round(1e6 * cost.fixed_s, 1),
-            "domain_bytes_per_second": round(1 / cost.within_s) if cost.within_s else None,
-            "between_bytes_per_second": round(1 / cost.between_s) if cost.between_s else None,
+            "domain_bytes_per_second": rounded(cost.bandwidth(WITHIN)),
+            "between_bytes_per_second": rounded(cost.bandwidth(BETWEEN)),
             "hidden": round(cost.hidden, 2),
         }
         for cost in links.exchanges

@@ -12,7 +12,7 @@ import pytest
 from moewe.topologies import RankGrid, parse_topology
 from moewe.topologies.choice import HOST_CEILINGS, rank_ceilings
 from moewe.topologies.cost import ExpertSpeed, Link
-from moewe.topologies.exchange_cost import ExchangeCost, MeasuredLinks, rows_sent
+from moewe.topologies.exchange_cost import BETWEEN, ExchangeCost, MeasuredLinks, rows_sent
 from moewe.topologies.link_probes import (
     ANYWHERE,
     EXCHANGE,
@@ -146,6 +146,7 @@ def test_without_time_one_probe_an_exchange_is_made_and_the_rest_is_assumed() ->
     for cost in links.exchanges:
         assert cost.fixed_s == pytest.approx(0.5, rel=0.05) and cost.hidden == 0.0
         assert 1 / cost.between_s == pytest.approx(HOST_CEILINGS.between.bandwidth)
+        assert cost.bandwidth(BETWEEN) is None and "MB/s" not in str(cost), "nobody measured that"
     assert choose_overlap("all_to_all", 4096, replace(known, measured=links)) == SHARED, "nobody knows what hides"
 
 
@@ -261,4 +262,4 @@ def test_a_model_of_links_gets_what_was_measured() -> None:
     assert ceilings.within == Link(bandwidth=pytest.approx(1e9), latency=2e-3)
     assert ceilings.between == HOST_CEILINGS.between, "nothing was sent over it"
     assert rank_ceilings(on_host=True, num_ranks=2).within == HOST_CEILINGS.within
-    assert replace(cost, between_s=1e-8).link(far=True) == Link(bandwidth=pytest.approx(1e8), latency=2e-3)
+    assert replace(cost, between_s=1e-8).link(BETWEEN) == Link(bandwidth=pytest.approx(1e8), latency=2e-3)
