@@ -86,7 +86,6 @@ SERVER_EDGES: dict[str, set[str]] = {
     "trace": {"client", "terminal"},
     "openapi": {"protocol", "intake", "trace", "options", "state"},
     "top": {"client", "terminal"},
-    "plan": {"terminal"},
     "http": {
         "protocol", "answers", "intake", "openapi", "terminal", "trace", "errors", "options", "hub", "state", "asker",
         "descriptors",
@@ -94,6 +93,7 @@ SERVER_EDGES: dict[str, set[str]] = {
     "commands": {"http", "protocol", "terminal", "flags", "options", "state"},
     "bench": {"commands", "client", "terminal", "flags", "descriptors"},
     "eval": {"commands", "terminal", "flags"},
+    "plan": {"bench", "terminal"},
     "cli": {"commands", "bench", "eval", "top", "trace", "plan", "terminal", "flags"},
 }  # fmt: skip
 EDGES = {"runtime": RUNTIME_EDGES, "server": SERVER_EDGES}

@@ -6,24 +6,33 @@ Not the planning (topologies/planner/): it reads what is asked, and prints. Unit
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ...topologies.planner.pools import Planned, plan_pool
+from ...topologies.planner.search import Space, search
 from ...topologies.planner.serving import Served, serve
 from ...topologies.planner.step_time import CONSTANTS, MEASURED, Setting
-from ...topologies.spec import Topology, TopologyError
+from ...topologies.spec import Topology, TopologyError, make_topology
+from ..bench.plot import check_format, require
 from ..terminal.stdout import put
+from .found import search_record, search_text
 from .inputs import Asked, read_asked
+from .picture import draw_front
 from .record import plan_record
 from .view import plan_text
 
 PREFILL, DECODE = "prefill", "decode"
+DEFAULT_TOP = 12
 
 
 def plan(settings: Any) -> int:
     """Run the command; returns the exit code."""
     tool = settings.tool | {"dialect": settings.shared.get("dialect")}
     asked = read_asked(tool)
+    if asked.layout is None:
+        return find(asked, tool)
     pools, served = plan_layout(asked)
     record = plan_record(asked, pools, served)
     put(json.dumps(record, indent=2) + "\n" if tool.get("json") else plan_text(record))
@@ -59,6 +68,31 @@ def plan_layout(asked: Asked) -> tuple[dict[str, Planned], Served]:
         for name in (PREFILL, DECODE)
     }
     return pools, serve(pools[DECODE].pool, asked.workload, pools[PREFILL].pool)
+
+
+def find(asked: Asked, tool: Mapping[str, Any]) -> int:
+    """Search, and print what was found."""
+    picture = Path(tool["plot"]) if "plot" in tool else None
+    most = tool.get("top", DEFAULT_TOP)
+    if most < 1:
+        raise ValueError(f"--top {most} is not allowed; use at least 1")
+    if picture is not None:
+        check_format(picture)
+        require("matplotlib", "--plot")
+    if asked.hardware.is_shared:
+        raise TopologyError(f"--search is for GPUs, and {asked.hardware.name} is one host; see --topology auto")
+    space = Space(
+        models=asked.models,
+        setting=setting_of(asked, make_topology(1)),
+        num_gpus=asked.num_gpus,
+        workload=asked.workload,
+        utilization=asked.utilization,
+    )
+    record = search_record(asked, search(space, asked.targets), most)
+    if picture is not None:
+        draw_front(record, picture)
+    put(json.dumps(record, indent=2) + "\n" if tool.get("json") else search_text(record))
+    return 0
 
 
 def setting_of(asked: Asked, topology: Topology) -> Setting:

@@ -27,9 +27,11 @@ from ...topologies.planner.architecture import Architecture
 from ...topologies.planner.hardware import LOCAL, RANKS, Hardware, load_hardware
 from ...topologies.planner.pools import CHUNK, UTILIZATION
 from ...topologies.planner.routing import Popularity, parse_popularity
+from ...topologies.planner.search import Targets
 from ...topologies.planner.serving import Workload, parse_workload
 
 DEFAULT_HARDWARE = "h200"
+MOST_GPUS = 4096
 _FILL_SECONDS = 0.5  # of getting memory to measure: a plan answers within seconds
 
 
@@ -38,27 +40,36 @@ class Asked:
     """What one command asks.
 
     Attributes:
-        model: in the formats to plan in.
+        models: by format of weights, the model in it.
         checked: where its facts are from, in words.
         hardware, workload, popularity: see there.
-        layout: pools by name; None searches.
+        layout: pools by name; None searches all of `num_gpus`.
+        num_gpus: that there are; 0 where a layout says it.
+        targets: of a search.
         overlap: exchanges under experts.
         chunk: rows of prompts in a step on an attention replica.
         utilization: of a device's memory.
         price, watts: of a device; None where nobody says it.
     """
 
-    model: Architecture
+    models: dict[str, Architecture]
     checked: str
     hardware: Hardware
     workload: Workload
     popularity: Popularity
     layout: Layout | None
+    num_gpus: int
+    targets: Targets
     overlap: bool
     chunk: int
     utilization: float
     price: float | None
     watts: float | None
+
+    @property
+    def model(self) -> Architecture:
+        """The model in the first format."""
+        return next(iter(self.models.values()))
 
 
 def read_asked(tool: Mapping[str, Any]) -> Asked:
@@ -71,9 +82,11 @@ def read_asked(tool: Mapping[str, Any]) -> Asked:
     if not name:
         raise ConfigError(f"no MODEL is given; name a folder, or one of {', '.join(published_names())}")
     config, title, checked = read_model(str(name))
-    model = architecture(
-        config, name=title, weights=tool.get("weights", CHECKPOINT), kv=tool.get("kv_cache_dtype", "auto")
-    )
+    formats = [word.strip() for word in tool.get("weights", CHECKPOINT).split(",")]
+    kv = tool.get("kv_cache_dtype", "auto")
+    models = {weights: architecture(config, name=title, weights=weights, kv=kv) for weights in formats}
+    searches = bool(tool.get("search"))
+    _check_search(tool, searches, len(models))
     hardware = local_hardware() if (key := tool.get("hardware", DEFAULT_HARDWARE)) == LOCAL else load_hardware(key)
     chunk, utilization = tool.get("max_num_batched_tokens", CHUNK), tool.get("gpu_memory_utilization", UTILIZATION)
     _check("--max-num-batched-tokens", chunk, 1, 1 << 20)
@@ -81,13 +94,16 @@ def read_asked(tool: Mapping[str, Any]) -> Asked:
     for flag in ("price", "power"):
         if flag in tool:
             _check(f"--{flag}", tool[flag], 1e-6, 1e6)
+    num_experts = config.moe.routing.num_experts if config.moe is not None else 1
     return Asked(
-        model=model,
+        models=models,
         checked=checked,
         hardware=hardware,
         workload=parse_workload(tool.get("workload", "")),
-        popularity=parse_popularity(tool.get("popularity", "uniform"), max(1, model.footprint.num_experts)),
-        layout=None if tool.get("search") else load_layout(tool.get("topology", "EP1DP1"), dialect=tool.get("dialect")),
+        popularity=parse_popularity(tool.get("popularity", "uniform"), num_experts),
+        num_gpus=tool.get("gpus", hardware.domain_size) if searches else 0,
+        targets=Targets(ttft=_seconds(tool, "max_ttft"), tpot=_seconds(tool, "max_tpot")),
+        layout=None if searches else load_layout(tool.get("topology", "EP1DP1"), dialect=tool.get("dialect")),
         overlap=bool(tool.get("overlap")),
         chunk=chunk,
         utilization=utilization,
@@ -141,6 +157,28 @@ def local_hardware() -> Hardware:
         is_shared=True,
         sources=measured,
     )
+
+
+def _check_search(tool: Mapping[str, Any], searches: bool, formats: int) -> None:
+    """Refuse flags that do not go together."""
+    if searches:
+        _check("--gpus", tool.get("gpus", 1), 1, MOST_GPUS)
+        if "topology" in tool:
+            raise ValueError(f"--topology {tool['topology']!r} names a layout and --search tries all; leave one out")
+        return
+    for flag in ("gpus", "max_ttft", "max_tpot", "plot", "top"):
+        if flag in tool:
+            raise ValueError(f"--{flag.replace('_', '-')} is for a search; add --search, or leave it out")
+    if formats > 1:
+        raise ValueError(f"--weights {tool['weights']!r} names {formats} formats, which takes --search; name one")
+
+
+def _seconds(tool: Mapping[str, Any], flag: str) -> float | None:
+    """Return a target in seconds, which a flag gives in ms."""
+    if flag not in tool:
+        return None
+    _check(f"--{flag.replace('_', '-')}", tool[flag], 1e-3, 1e7)
+    return float(tool[flag]) / 1e3
 
 
 def _check(flag: str, value: float, least: float, most: float) -> None:

@@ -22,14 +22,15 @@ from .inputs import Asked
 def plan_record(asked: Asked, pools: dict[str, Planned], served: Served) -> dict[str, Any]:
     """Return everything that a plan of named pools says."""
     return {
-        **_given(asked),
+        **given_record(asked),
         "pools": {name: _pool(asked, planned) for name, planned in pools.items()},
         "decode_step": step_record(served.step),
         "served": served_record(asked, served),
     }
 
 
-def _given(asked: Asked) -> dict[str, Any]:
+def given_record(asked: Asked) -> dict[str, Any]:
+    """Return what was asked: model, machine and workload."""
     footprint, workload = asked.model.footprint, asked.workload
     return {
         "model": {

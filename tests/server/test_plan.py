@@ -69,6 +69,29 @@ def test_pools_for_prompts_and_for_decoding(capfd: pytest.CaptureFixture[str]) -
     assert code == 0 and "pool prefill" in out and "pool decode" in out
 
 
+SEARCH = ("qwen3-30b-a3b", "--search", "--gpus", "8", "--workload", "isl=2000,osl=500", "--weights", "bf16,fp8")
+
+
+@pytest.mark.slow
+def test_a_front_as_a_picture(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "front.png"
+    code, out, _ = run(capfd, *SEARCH, "--plot", str(picture))
+    assert code == 0 and "Pareto front" in out and picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_search_in_words_and_json(capfd: pytest.CaptureFixture[str]) -> None:
+    found = record(capfd, *SEARCH, "--top", "5", "--max-tpot", "20")
+    rates = [point["rates"][1]["tokens_per_second"] for point in found["best"]]
+    assert len(rates) == 5 and rates == sorted(rates, reverse=True)
+    assert all(point["tpot_seconds"] <= 0.02 for point in [*found["best"], *found["front"]])
+    assert {point["weights"] for point in found["front"]} <= {"bf16", "fp8"}
+    assert found["best"][0]["rates"][1]["denominator"] == "all GPUs that there are"
+    code, out, err = run(capfd, *SEARCH, "--max-tpot", "20", "--price", "2")
+    assert (code, err) == (0, "") and "Pareto front" in out and "a million" in out and "TPOT <= 20 ms" in out
+    code, out, _ = run(capfd, *SEARCH, "--max-tpot", "0.001")
+    assert code == 0 and "no layout is within the targets" in out
+
+
 def test_a_folder_with_and_without_weights(capfd: pytest.CaptureFixture[str]) -> None:
     folder = copy_checkpoint(checkpoint("T-QW3"))
     load = ("--topology", "EP2DP1", "--workload", "isl=20,osl=10,concurrency=4")
@@ -93,6 +116,14 @@ def test_a_folder_with_and_without_weights(capfd: pytest.CaptureFixture[str]) ->
         (["mixtral-8x7b", "--weights", "int2"], "use one of: checkpoint"),
         (["mixtral-8x7b", "--kv-cache-dtype", "fp4"], "--kv-cache-dtype"),
         (["mixtral-8x7b", "--popularity", "hot"], "use uniform or zipf"),
+        (["mixtral-8x7b", "--gpus", "8"], "--gpus is for a search; add --search"),
+        (["mixtral-8x7b", "--weights", "bf16,fp8"], "which takes --search"),
+        (["mixtral-8x7b", "--search", "--topology", "EP2DP1"], "leave one out"),
+        (["mixtral-8x7b", "--search", "--gpus", "0"], "--gpus 0 is not allowed"),
+        (["mixtral-8x7b", "--search", "--max-tpot", "0"], "--max-tpot 0 is not allowed"),
+        (["mixtral-8x7b", "--search", "--plot", "front.doc"], "--plot 'front.doc'"),
+        (["mixtral-8x7b", "--search", "--top", "0"], "--top 0 is not allowed"),
+        (["deepseek-v3", "--search", "--gpus", "2"], "no layout of 2 GPUs fits"),
         (["mixtral-8x7b", "--price", "-1"], "--price -1 is not allowed"),
         (["mixtral-8x7b", "--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization 1.5"),
         (["mixtral-8x7b", "--max-num-batched-tokens", "0"], "--max-num-batched-tokens 0"),

@@ -15,7 +15,7 @@ from .step_time import Rows, Setting, StepTime, step_time
 
 # Prompts that arrive at random never fill their servers: beyond this part of them requests wait at the door.
 MOST_BUSY = 0.95
-_BISECTIONS = 40
+_BISECTIONS = 30
 _KEYS = ("isl", "osl", "concurrency", "hit", "drafts", "acceptance")
 _WHOLE = ("isl", "osl", "concurrency", "drafts")
 _MOST = 1e9
@@ -180,7 +180,7 @@ def serve(decode: Pool, workload: Workload, prefill: Pool | None = None) -> Serv
     The batch is the largest at which no more requests are in the system than the workload has, prompts are not more
     than their servers can take, and KV holds; the rest of the requests waits.
     """
-    apart = None if prefill is None else Prompts(prefill, workload)
+    apart = None if prefill is None else prompts_of(prefill, workload)
     most = min(workload.concurrency / decode.servers, decode.most_sequences)
     assert most > 0, "what holds no sequence is refused before"
     low, high = 0.0, float(most)
@@ -215,13 +215,31 @@ def serve(decode: Pool, workload: Workload, prefill: Pool | None = None) -> Serv
     )
 
 
+@dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """A pool that computes prompts: seconds of one, prompts a second, seconds until its KV is where it decodes."""
+    """What a pool does with prompts.
 
-    def __init__(self, pool: Pool, workload: Workload) -> None:
-        self.servers = pool.servers
-        self.service, self.capacity = prefill_service(pool, workload)
-        self.transfer = transfer_seconds(pool, workload)
+    Attributes:
+        service: seconds of one on an attention replica.
+        capacity: prompts a second of the pool.
+        transfer: seconds until its KV is where it decodes.
+        servers: attention replicas of the pool.
+    """
+
+    service: float
+    capacity: float
+    transfer: float
+    servers: int
+
+    def times(self, number: int) -> Prompts:
+        """Return the same for so many times the groups."""
+        return replace(self, capacity=self.capacity * number, servers=self.servers * number)
+
+
+def prompts_of(pool: Pool, workload: Workload) -> Prompts:
+    """Return what `pool` does with prompts of `workload`."""
+    service, capacity = prefill_service(pool, workload)
+    return Prompts(service=service, capacity=capacity, transfer=transfer_seconds(pool, workload), servers=pool.servers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,29 +265,40 @@ def state_at(decode: Pool, workload: Workload, prompts: Prompts | None, batch: f
 
     Without a pool for prompts they come as fast as answers end: a step of b sequences takes b * new / osl rows of them.
     """
-    committed = workload.tokens_a_step
-    if prompts is None:
-        rows = batch * workload.new_tokens * committed / workload.osl
-        chunk = min(rows, decode.chunk)
-        step = decode_step(decode.setting, workload, batch, chunk)
-        full = decode_step(decode.setting, workload, batch, min(decode.chunk, workload.new_tokens))
-        service = full.seconds * math.ceil(workload.new_tokens / decode.chunk)
-        transfer, servers, busy = 0.0, decode.servers, rows / decode.chunk
-    else:
-        chunk, step = 0.0, decode_step(decode.setting, workload, batch)
-        service, transfer, servers = prompts.service, prompts.transfer, prompts.servers
-    tpot = step.seconds / committed
-    requests = decode.servers * batch / (workload.osl * tpot)
     if prompts is not None:
-        busy = requests / prompts.capacity
-    waiting = queue_seconds(min(busy, MOST_BUSY), servers, service)
+        return state_apart(decode_step(decode.setting, workload, batch), decode.servers, workload, prompts, batch)
+    rows = batch * workload.new_tokens * workload.tokens_a_step / workload.osl
+    chunk = min(rows, decode.chunk)
+    step = decode_step(decode.setting, workload, batch, chunk)
+    # A new prompt fills the steps it runs in.
+    full = decode_step(decode.setting, workload, batch, min(decode.chunk, workload.new_tokens))
+    service = full.seconds * math.ceil(workload.new_tokens / decode.chunk)
+    tpot, busy = step.seconds / workload.tokens_a_step, rows / decode.chunk
+    waiting = queue_seconds(min(busy, MOST_BUSY), decode.servers, service)
     return State(
-        ttft=waiting + service + transfer,
+        ttft=waiting + service,
+        tpot=tpot,
+        waiting=waiting,
+        requests=decode.servers * batch / (workload.osl * tpot),
+        busy=busy,
+        chunk=chunk,
+        step=step,
+    )
+
+
+def state_apart(step: StepTime, servers: int, workload: Workload, prompts: Prompts, batch: float) -> State:
+    """Return the state in which a decode step of `batch` sequences takes `step` on each of `servers`, fed by others."""
+    tpot = step.seconds / workload.tokens_a_step
+    requests = servers * batch / (workload.osl * tpot)
+    busy = requests / prompts.capacity
+    waiting = queue_seconds(min(busy, MOST_BUSY), prompts.servers, prompts.service)
+    return State(
+        ttft=waiting + prompts.service + prompts.transfer,
         tpot=tpot,
         waiting=waiting,
         requests=requests,
         busy=busy,
-        chunk=chunk,
+        chunk=0.0,
         step=step,
     )
 

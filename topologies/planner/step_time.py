@@ -7,13 +7,16 @@ Units: seconds, bytes, FLOPs, rows; x ranks of a group, E experts, K a row, D wi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
+from ..cost import expected_hit
 from ..kv_sizes import shared_groups
 from ..spec import Topology
-from .architecture import BF16, FP4, FP8, Architecture
+from .architecture import BF16, FP4, FP8, PRECISIONS, Architecture
 from .exchange import attention_seconds, exchange_seconds
 from .hardware import Hardware
 from .routing import BALANCED, Popularity, distinct_share, placed_imbalance, random_imbalance
@@ -63,14 +66,37 @@ class Setting:
     overlap: bool = False
     constants: Constants = CONSTANTS
 
-    @property
+    @cached_property
     def bandwidth(self) -> float:
         """Bytes/s that a rank reads."""
         return self.hardware.memory_bandwidth * self.constants.memory_efficiency / self._sharers
 
     def rate(self, precision: str) -> float:
         """FLOP/s of a rank."""
-        return self.hardware.flops(precision) * self.constants.flops_efficiency / self._sharers
+        return self._rates[precision]
+
+    @cached_property
+    def _rates(self) -> dict[str, float]:
+        factor = self.constants.flops_efficiency / self._sharers
+        return {precision: self.hardware.flops(precision) * factor for precision in PRECISIONS}
+
+    @cached_property
+    def chances(self) -> np.ndarray:
+        """The chance that a row chooses each expert [E]."""
+        footprint = self.model.footprint
+        return self.popularity.inclusion(footprint.num_experts, footprint.top_k)
+
+    def hit(self, rows: float) -> float:
+        """Return the part of experts that at least one of `rows` rows chooses."""
+        if self.popularity.shares:
+            return distinct_share(self.chances, rows)
+        return expected_hit(self.model.footprint.top_k / self.model.footprint.num_experts, rows)
+
+    @cached_property
+    def placed(self) -> float:
+        """Rows of the fullest rank over the mean that placement leaves; a balancer runs where there are spare slots."""
+        uneven = placed_imbalance(self.chances, self.topology.ep)
+        return min(uneven, BALANCED) if self.topology.red else uneven
 
     @property
     def _sharers(self) -> int:
@@ -232,7 +258,9 @@ def _routed(setting: Setting, own: float, *, even: bool) -> Part:
         return Part(name="routed experts", num_bytes=0, flops=0, seconds=0, binds=MEMORY)
     fullest = 1.0 if even else _imbalance(setting, own)
     slots = (footprint.num_experts + topology.red) / topology.ep
-    hit = distinct_share(_chances(setting), own * topology.ep * fullest)
+    if not even:
+        slots = math.ceil(slots)
+    hit = setting.hit(own * topology.ep * fullest)
     return _part(
         setting,
         "routed experts",
@@ -248,21 +276,9 @@ def _again(setting: Setting, own: float) -> float:
     return max(0.0, 2 * _routed(halves, own / 2, even=True).seconds - _routed(halves, own, even=True).seconds)
 
 
-def _chances(setting: Setting) -> np.ndarray:
-    footprint = setting.model.footprint
-    return setting.popularity.inclusion(footprint.num_experts, footprint.top_k)
-
-
 def _imbalance(setting: Setting, own: float) -> float:
-    """Return rows of the fullest rank over the mean.
-
-    By chance, times what placement leaves: with redundant slots a balancer is taken to run, which leaves BALANCED at
-    most; without, ranks hold runs of experts as popular as they are.
-    """
+    """Return rows of the fullest rank over the mean: by chance, times what placement leaves."""
     footprint, ep = setting.model.footprint, setting.topology.ep
     if ep == 1 or not footprint.num_moe_layers:
         return 1.0
-    placed = placed_imbalance(_chances(setting), ep)
-    if setting.topology.red:
-        placed = min(placed, BALANCED)
-    return min(float(ep), placed * random_imbalance(own * ep * footprint.top_k, ep))
+    return min(float(ep), setting.placed * random_imbalance(own * ep * footprint.top_k, ep))
