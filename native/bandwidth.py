@@ -28,7 +28,7 @@ _WANTED_CACHES, _LEAST_CACHES = 4, 2
 _ALONE_CACHES = 1.5
 _FREE_SHARE = 8  # of the free memory one of so many parts
 # Where the machine hands out memory slowly, four times the caches are not worth a slow start, but twice are.
-_FILL_SECONDS, _MOST_FILL_SECONDS = 1.5, 15.0
+_FILL_SECONDS, _MOST_FILL_SECONDS = 1.0, 15.0
 _PASS_SECONDS = 0.8
 _LEAST_PASSES = 4
 _PIECE_ELEMENTS = (16 << 20) // 8

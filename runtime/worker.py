@@ -222,7 +222,7 @@ class Worker:
             resident=partial(resident_on, self.device),
         )  # fmt: skip
         self._warm_up()
-        measured = read_bandwidth(self.device, self.num_ranks)
+        measured = read_bandwidth(self.device, self.num_ranks, self._weight_bytes)
         rates = matrix_rates(self.device, self.num_ranks)
         gpu = self._reports.gpu = gpu_counters(self.device)  # from here on: no loading and no measuring is in it
         return KVAllocated(

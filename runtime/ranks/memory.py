@@ -13,7 +13,7 @@ import torch
 
 from ...models.config import ModelConfig
 from ...models.footprint import kv_groups, model_footprint
-from ...native.bandwidth import Bandwidth, measure_read_bandwidth
+from ...native.bandwidth import Bandwidth, llc_bytes, measure_read_bandwidth
 from ...native.gpu_counters import GpuCounters, open_counters
 from ...native.matrix_rate import measure_matrix_rate
 from ...quant import NumberFormat, parse_kv_format
@@ -48,16 +48,24 @@ def blocks_that_fit(config: EngineConfig, model: ModelConfig, number_format: Num
 
 
 @cache
-def read_bandwidth(device: torch.device, num_ranks: int) -> Bandwidth:
+def read_bandwidth(device: torch.device, num_ranks: int, weight_bytes: int) -> Bandwidth:
     """Return how fast this rank reads the memory that holds its weights, with `num_ranks` ranks at it together.
 
-    Measured once for the process. The ranks share the memory of a host, so each gets its share of the ceiling.
+    Measured once for the process. The ranks share the memory of a host, so each gets its share of the ceiling. Where
+    the weights of all fit its caches, which makes a ratio to the ceiling meaningless, the start is not delayed
+    for more memory than comes at once.
+
+    Args:
+        device: of this rank.
+        num_ranks: that measure together.
+        weight_bytes: of this rank.
     """
     if device.type == "cpu":
         threads = torch.get_num_threads()
         if os.environ.get(QUICK_VARIABLE):
             return measure_read_bandwidth(threads, 0, sharers=num_ranks, pass_seconds=_QUICK_SECONDS)
-        return measure_read_bandwidth(threads, available_memory_bytes() // num_ranks, sharers=num_ranks)
+        patience = {"most_fill_seconds": 0.0} if weight_bytes * num_ranks <= llc_bytes() else {}
+        return measure_read_bandwidth(threads, available_memory_bytes() // num_ranks, sharers=num_ranks, **patience)
     buffer = torch.ones(_GPU_BUFFER_BYTES // 4, device=device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     best_ms = float("inf")

@@ -13,6 +13,7 @@ from moewe.runtime.config import QUICK_VARIABLE
 from moewe.runtime.ranks import memory
 
 CPU = torch.device("cpu")
+waits: list[dict[str, float]] = []  # what else the last measurements were told
 
 
 @pytest.fixture
@@ -20,11 +21,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
     """What measurements were told of free memory and of others at it, on a host that has 8 GiB."""
     shares: list[tuple[int, int]] = []
 
-    def measure(threads: int, free_bytes: int, *, sharers: int, pass_seconds: float = 1.0) -> Bandwidth:
+    def measure(threads: int, free_bytes: int, *, sharers: int, **times: float) -> Bandwidth:
         shares.append((free_bytes, sharers))
+        waits.append(times)
         return Bandwidth(1e9, 16 << 20, cache_resident=False)
 
+    waits.clear()
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 8 << 30)
+    monkeypatch.setattr(memory, "llc_bytes", lambda: 100)
     monkeypatch.setattr(memory, "measure_read_bandwidth", measure)
     monkeypatch.delenv(QUICK_VARIABLE, raising=False)
     memory.read_bandwidth.cache_clear()
@@ -33,19 +37,25 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
 
 
 def test_it_is_measured_once_for_the_process(asked: list[tuple[int, int]]) -> None:
-    assert memory.read_bandwidth(CPU, 1) is memory.read_bandwidth(CPU, 1)
+    assert memory.read_bandwidth(CPU, 1, 500) is memory.read_bandwidth(CPU, 1, 500)
     assert asked == [(8 << 30, 1)]
 
 
 def test_ranks_that_measure_together_share_the_memory(asked: list[tuple[int, int]]) -> None:
-    assert memory.read_bandwidth(CPU, 1) is not memory.read_bandwidth(CPU, 4)
+    assert memory.read_bandwidth(CPU, 1, 500) is not memory.read_bandwidth(CPU, 4, 500)
     assert asked == [(8 << 30, 1), (2 << 30, 4)]
 
 
 def test_tests_measure_little(asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(QUICK_VARIABLE, "1")
-    memory.read_bandwidth(CPU, 2)
-    assert asked == [(0, 2)]
+    memory.read_bandwidth(CPU, 2, 500)
+    assert asked == [(0, 2)] and waits == [{"pass_seconds": memory._QUICK_SECONDS}]
+
+
+def test_a_model_that_caches_hold_does_not_wait_for_memory(asked: list[tuple[int, int]]) -> None:
+    for num_ranks, weight_bytes in ((1, 100), (2, 50), (1, 101), (2, 51)):
+        memory.read_bandwidth(CPU, num_ranks, weight_bytes)
+    assert waits == [{"most_fill_seconds": 0.0}] * 2 + [{}] * 2
 
 
 def test_the_matrix_rate_is_measured_once_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

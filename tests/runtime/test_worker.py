@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from moewe.native.library import load
+from moewe.runtime.counter_reports import CounterReports
 from moewe.runtime.metrics.stats import decode_counters, rank_stats
 from moewe.runtime.plan import RankPlan, StepHeader
 from moewe.telemetry import COMPONENTS, PHASES
@@ -228,6 +229,7 @@ def test_a_snapshot_may_come_with_any_number():
 def test_counters_of_a_request_that_ended_elsewhere_are_asked_for():
     with Group(checkpoint("T-MIX"), Setup()) as group:
         worker = group.workers[0]
+        worker._reports = CounterReports(worker.counters, clock=lambda: 0.0)  # they are never due in time
         assert worker.late_counters() == b""
         group.submit("a", random_prompt(10), greedy(60))
         for _ in range(5):
