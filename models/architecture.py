@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ..quant import FP8_BLOCK, MXFP4, MXFP4_SCHEME, Quantization, QuantScheme, parse_format, parse_kv_format
 from ..quant.schemes import SCHEMES, weight_scheme
-from ..topologies.planner.architecture import BF16, FP4, FP8, Architecture, Scores
+from ..topologies.planner.architecture import BF16, FP4, FP8, PAYLOAD_ITEMSIZES, Architecture, Scores
 from .config import ConfigError, ModelConfig
 from .footprint import matrix_numbers, model_footprint
 from .parameters import (
@@ -74,6 +74,8 @@ def architecture(config: ModelConfig, *, name: str, weights: str = CHECKPOINT, k
         head_numbers=plain.vocab_size * plain.hidden_size,
         attention_precision=attention,
         ffn_precision=ffn,
+        score_precision=FP8 if parse_kv_format(kv, held).name == "fp8" else BF16,
+        row_bytes=_row_bytes(plain, PAYLOAD_ITEMSIZES[ffn]),
         scores=tuple(_scores(plain, group.window) for group in footprint.kv_groups),
         num_groups=moe.routing.num_groups if moe else 1,
         top_groups=moe.routing.top_groups if moe else 1,
@@ -110,6 +112,30 @@ def _nvfp4_bytes(name: str, parameter: Parameter) -> int | None:
         return None
     rows, columns = parameter.shape
     return rows * (-(-columns // 2) + -(-columns // _NVFP4_BLOCK))
+
+
+def _row_bytes(config: ModelConfig, payload: float) -> float:
+    """Return what is written and read again of a row between products, in all layers.
+
+    Rows are bf16 but for those that go into experts (`payload` bytes an element). Two norms and two additions read and
+    write D each; every other tensor is written once and read once.
+    """
+    dim, heads, latent = config.hidden_size, config.num_heads, config.latent
+    if latent is None:
+        attention = (2 * heads + 2 * config.num_kv_heads) * config.head_dim
+    else:
+        attention = latent.query_rank + latent.kv_rank + latent.rope_dim + heads * (
+            latent.nope_dim + latent.rope_dim + latent.kv_rank + latent.rope_dim + latent.kv_rank + latent.value_dim
+        )  # fmt: skip
+    total = 0.0
+    for layer in range(config.num_layers):
+        widths = [config.dense_width]
+        if config.moe is not None and config.is_moe(layer):
+            widths = [config.moe.expert_width] * config.moe.routing.top_k
+            widths += [config.moe.shared_width] if config.moe.shared_width else []
+        ffn = sum(2 * dim * payload + 2 * 2 * width * 2 + 2 * width * payload + 2 * dim * 2 for width in widths)
+        total += 8 * dim * 2 + 2 * attention * 2 + ffn
+    return total
 
 
 def _scores(config: ModelConfig, window: int) -> Scores:

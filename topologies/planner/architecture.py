@@ -16,6 +16,7 @@ from ..footprint import ModelFootprint
 # faster one (hardware.py).
 BF16, FP8, FP4 = "bf16", "fp8", "fp4"
 PRECISIONS = (BF16, FP8, FP4)
+PAYLOAD_ITEMSIZES = {BF16: 2.0, FP8: 1 + 4 / 128, FP4: 0.5 + 1 / 16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,9 @@ class Architecture:
         head_numbers: the output head.
         attention_precision, ffn_precision: what their products run in, as far as a machine can; routers and head run
             in bf16.
+        score_precision: the same of attention over KV: fp8 where KV is stored so.
+        row_bytes: what kernels write and read again of one row between products, all layers: residuals, norms, heads
+            before and after attention, and inner and outer rows of experts.
         scores: for each cache group of the footprint.
         num_groups, top_groups: a token's experts stand in `top_groups` of `num_groups` runs of experts; 1 and 1 know
             no groups.
@@ -60,13 +64,20 @@ class Architecture:
     head_numbers: int
     attention_precision: str
     ffn_precision: str
+    score_precision: str
+    row_bytes: float
     scores: tuple[Scores, ...]
     num_groups: int = 1
     top_groups: int = 1
 
     def __post_init__(self) -> None:
         assert len(self.scores) == len(self.footprint.kv_groups)
-        assert {self.attention_precision, self.ffn_precision} <= set(PRECISIONS)
+        assert {self.attention_precision, self.ffn_precision, self.score_precision} <= set(PRECISIONS)
+
+    @property
+    def payload_itemsize(self) -> float:
+        """Bytes of an element that goes into experts: fp8 with an f32 a 128 of them, nvfp4 with an fp8 a 16."""
+        return PAYLOAD_ITEMSIZES[self.ffn_precision]
 
     @property
     def active_numbers(self) -> int:

@@ -59,7 +59,7 @@ def exchange_seconds(setting: Setting, own: float, *, is_decode: bool) -> Exchan
     far = copies * (ep - inside) / ep
     if not is_decode and domains > 1:
         far = _places(setting, domains) * (domains - 1) / domains
-    row = footprint.hidden_size * (setting.dispatch_itemsize + COMBINE_ITEMSIZE)
+    row = footprint.hidden_size * (setting.model.payload_itemsize + COMBINE_ITEMSIZE)
     near_rate = hardware.scale_up_bandwidth * hardware.within_efficiency
     far_rate = hardware.scale_out_bandwidth * hardware.between_efficiency
     latency = hardware.dispatch_latency + hardware.combine_latency

@@ -1,7 +1,7 @@
 """How long a step takes on a layout of a machine, part by part: bytes, FLOPs, links, launches.
 
-Not a measurement and not the cost model that a running engine asks (topologies/cost.py). Every part is a roofline
-(Williams et al., 2009): the longer of its bytes and its arithmetic. Formulas and sources: docs/planner.md.
+Not a measurement and not the cost model that a running engine asks (topologies/cost.py). Every part takes its bytes and
+then its arithmetic: few rows meet many small kernels, whose loads hide little. Formulas, sources: docs/planner.md.
 Units: seconds, bytes, FLOPs, rows; x ranks of a group, E experts, K a row, D width; of the fullest rank.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from ..cost import expected_hit
 from ..kv_sizes import shared_groups
 from ..spec import Topology
-from .architecture import BF16, FP4, FP8, PRECISIONS, Architecture
+from .architecture import BF16, PRECISIONS, Architecture
 from .exchange import attention_seconds, exchange_seconds
 from .hardware import Hardware
 from .routing import BALANCED, Popularity, distinct_share, placed_imbalance, random_imbalance
@@ -37,7 +37,7 @@ class Constants:
 
     memory_efficiency: float = 0.8
     flops_efficiency: float = 0.6
-    layer_seconds: float = 85e-6
+    layer_seconds: float = 93e-6
     exchange_factor: float = 1.0
 
 
@@ -102,11 +102,6 @@ class Setting:
     def _sharers(self) -> int:
         return self.topology.num_ranks if self.hardware.is_shared else 1
 
-    @property
-    def dispatch_itemsize(self) -> float:
-        """Bytes of an element on its way to an expert: fp8 with an f32 a 128 of them, nvfp4 with an fp8 a 16."""
-        return {BF16: 2.0, FP8: 1 + 4 / 128, FP4: 0.5 + 1 / 16}[self.model.ffn_precision]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
@@ -150,7 +145,7 @@ class StepTime:
     Attributes:
         parts: one after another, in order; with overlap `hidden_seconds` of them run beside others.
         hidden_seconds: see there.
-        memory_limit: seconds that its bytes would take at the whole bandwidth of the data sheet.
+        memory_limit: seconds that its weights and KV would take at the whole bandwidth of the data sheet.
     """
 
     parts: tuple[Part, ...]
@@ -163,18 +158,8 @@ class StepTime:
         return sum(part.seconds for part in self.parts) - self.hidden_seconds
 
     @property
-    def num_bytes(self) -> float:
-        """What it reads."""
-        return sum(part.num_bytes for part in self.parts if part.binds != LINK)
-
-    @property
-    def flops(self) -> float:
-        """What it computes."""
-        return sum(part.flops for part in self.parts)
-
-    @property
     def saturation(self) -> float:
-        """Bytes over time, as a part of the bandwidth of the data sheet."""
+        """Bytes of weights and KV over time, as a part of the bandwidth of the data sheet."""
         return self.memory_limit / self.seconds
 
     @property
@@ -207,22 +192,24 @@ def step_time(setting: Setting, rows: Rows) -> StepTime:
         _part(setting, "output head", footprint.head_bytes or footprint.embedding_bytes,
               2 * model.head_numbers * rows.decodes * rows.queries / setting.topology.atp, BF16),
     ]  # fmt: skip
+    read = sum(part.num_bytes for part in parts)
+    routed = parts[4].seconds
+    parts.append(_part(setting, "rows between products", own * model.row_bytes, 0.0, BF16))
     exchange = exchange_seconds(setting, own, is_decode=rows.chunk == 0)
     sharing = attention_seconds(setting, rows.total)
     fullest = _imbalance(setting, own)
-    late = _routed(setting, own, even=False).seconds - parts[4].seconds + exchange.bandwidth_seconds * (fullest - 1)
+    late = _routed(setting, own, even=False).seconds - routed + exchange.bandwidth_seconds * (fullest - 1)
     parts += [
         Part(name="exchange", num_bytes=exchange.num_bytes, flops=0, seconds=exchange.seconds, binds=LINK),
         Part(name="attention exchange", num_bytes=0, flops=0, seconds=sharing, binds=LINK),
         Part(name="imbalance", num_bytes=0, flops=0, seconds=late, binds=IMBALANCE),
         Part(name="launch", num_bytes=0, flops=0, seconds=constants.layer_seconds * footprint.num_layers, binds=LAUNCH),
     ]
-    read = sum(part.num_bytes for part in parts[:6])
     limit = read / (setting.bandwidth / constants.memory_efficiency)
     if setting.overlap and exchange.seconds:
         again = _again(setting, own)
         parts.append(Part(name="experts read twice", num_bytes=0, flops=0, seconds=again, binds=MEMORY))
-        beside = sum(part.seconds for part in parts[:6]) + again
+        beside = sum(part.seconds for part in parts[:7]) + again
         # The first dispatch and the last combine of a step have nothing to hide under.
         hidden = min(exchange.seconds * (1 - 1 / max(1, footprint.num_moe_layers)), beside)
     else:
@@ -231,10 +218,10 @@ def step_time(setting: Setting, rows: Rows) -> StepTime:
 
 
 def _part(setting: Setting, name: str, num_bytes: float, flops: float, precision: str) -> Part:
-    """Return the roofline of products whose weights are read once."""
+    """Return products whose weights are read once, and then multiplied."""
     reading, computing = num_bytes / setting.bandwidth, flops / setting.rate(precision)
     binds = COMPUTE if computing > reading else MEMORY
-    return Part(name=name, num_bytes=num_bytes, flops=flops, seconds=max(reading, computing), binds=binds)
+    return Part(name=name, num_bytes=num_bytes, flops=flops, seconds=reading + computing, binds=binds)
 
 
 def _scores(setting: Setting, rows: Rows) -> Part:
@@ -248,7 +235,7 @@ def _scores(setting: Setting, rows: Rows) -> Part:
         if rows.chunk:  # tiles of many rows read KV once for all of them: arithmetic binds
             flops += rows.chunk * min(rows.chunk_context, window) * scores.prefill_flops
             num_bytes += min(2 * rows.chunk_context, window) * group.bytes_per_token
-    return _part(setting, "KV and scores", num_bytes, flops / setting.topology.atp, BF16)
+    return _part(setting, "KV and scores", num_bytes, flops / setting.topology.atp, setting.model.score_precision)
 
 
 def _routed(setting: Setting, own: float, *, even: bool) -> Part:
