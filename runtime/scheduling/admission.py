@@ -163,6 +163,29 @@ class RankLoads:
             heapq.heappush(ranks, other)
         return rank
 
+    def fit_all(self, worst_blocks: Sequence[int]) -> bool:
+        """Tell whether sequences that hold [G] `worst_blocks` together never run short, wherever they go."""
+        open_ranks = [self.worst_blocks[rank] for _, rank in self._open]
+        return all(
+            max(held) + more <= most for held, more, most in zip(zip(*open_ranks), worst_blocks, self.num_blocks)
+        )
+
+    def place_all(self, token_work: Sequence[int]) -> list[int]:
+        """Return what `place` would of sequences with such work, one after another; they must fit (`fit_all`).
+
+        Blocks are not booked: nothing can be placed after them. There must be a free slot for each.
+        """
+        ranks, free_slots, chosen = self._open, self.free_slots, []
+        for more in token_work:
+            work, rank = ranks[0]
+            chosen.append(rank)
+            free_slots[rank] -= 1
+            if free_slots[rank]:
+                heapq.heapreplace(ranks, (work + more, rank))
+            else:
+                heapq.heappop(ranks)
+        return chosen
+
     def _has_room(self, rank: int, prompt_blocks: Sequence[int], worst_blocks: Sequence[int]) -> bool:
         worst = self.worst_blocks[rank]
         for group, most in enumerate(self.num_blocks):

@@ -19,6 +19,8 @@ from .batch_state import DECODE, PREFILL, BatchState, Seat, counting
 from .policy import precedence, share_tokens
 from .request import Request
 
+# Requests that are placed together where they fit without a doubt; of more, most might be looked at in vain each step.
+MOST_TOGETHER = 1024
 # Tokens of prompts in one step of a rank whose log-probabilities are told: each costs a row of logits and its report.
 MOST_JUDGED_TOKENS = 1024
 
@@ -110,18 +112,27 @@ def rank_loads(batch: BatchState, *, num_growing: np.ndarray, blocked: np.ndarra
 def place_in_order(
     requests: Sequence[Request], loads: RankLoads, group_needs: Callable[[int], tuple[int, ...]]
 ) -> list[Seat]:
-    """Return a seat for each of `requests`, in their order, up to the first that no rank has room for."""
+    """Return a seat for each of `requests`, in their order, up to the first that no rank has room for.
+
+    There may be as many as there are free slots.
+    """
+    if len(requests) <= MOST_TOGETHER:
+        known = [request.num_tokens for request in requests]
+        limits = [request.most_computed for request in requests]
+        if loads.fit_all([sum(blocks) for blocks in zip(*map(group_needs, limits))]):
+            ends = [request.max_length for request in requests]
+            return list(zip(requests, loads.place_all(list(map(token_work, known, ends))), known, limits))
     seats: list[Seat] = []
     for request in requests:
-        known, limit = request.num_tokens, request.most_computed
+        num_tokens, limit = request.num_tokens, request.most_computed
         rank = loads.place(
-            prompt_blocks=group_needs(known),
+            prompt_blocks=group_needs(num_tokens),
             worst_blocks=group_needs(limit),
-            token_work=token_work(known, request.max_length),
+            token_work=token_work(num_tokens, request.max_length),
         )
         if rank < 0:
             break
-        seats.append((request, rank, known, limit))
+        seats.append((request, rank, num_tokens, limit))
     return seats
 
 

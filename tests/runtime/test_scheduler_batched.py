@@ -134,6 +134,53 @@ def test_the_rank_with_least_work_and_room_takes_the_next(seed: int) -> None:
         assert loads.place(prompt_blocks=prompt, worst_blocks=worst, token_work=rng.randint(0, 5)) == expected
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_sequences_that_fit_anywhere_are_placed_together_as_one_after_another(seed: int) -> None:
+    rng = random.Random(seed)
+    ranks, groups, number = rng.randint(1, 9), rng.randint(1, 2), rng.randint(1, 12)
+    needs = [[rng.randint(0, 6) for _ in range(groups)] for _ in range(number)]
+    totals = [sum(column) for column in zip(*needs)]
+    held = [[rng.randint(0, 20) for _ in range(groups)] for _ in range(ranks)]
+    free = [rng.randint(0, 3) for _ in range(ranks)]
+    free[rng.randrange(ranks)] += number
+    most = [max(h[g] for h, slots in zip(held, free) if slots) + totals[g] for g in range(groups)]
+    work = [rng.randint(0, 4) for _ in range(ranks)]
+
+    def loads(num_blocks: list[int]) -> RankLoads:
+        return RankLoads(
+            free_slots=list(free),
+            spare_blocks=[[0] * groups for _ in range(ranks)],
+            num_sequences=[1] * ranks,
+            worst_blocks=[list(own) for own in held],
+            token_work=list(work),
+            num_blocks=num_blocks,
+        )
+
+    assert loads(most).fit_all(totals)
+    assert not loads([most[0] - 1, *most[1:]]).fit_all(totals)
+    works = [rng.randint(0, 5) for _ in range(number)]
+    apart = loads(most)
+    expected = [apart.place(prompt_blocks=own, worst_blocks=own, token_work=more) for own, more in zip(needs, works)]
+    assert loads(most).place_all(works) == expected
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_both_ways_of_placing_give_the_same_plans(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def plans() -> list:
+        config, rng = config_of(shape), random.Random(shape)
+        engine = NullEngine(config)
+        for number in range(40):
+            engine.add(random_request(rng, f"r{number}", config, float(number)))
+            if rng.random() < 0.5:
+                engine.step()
+        engine.run()
+        return engine.plans
+
+    together = plans()
+    monkeypatch.setattr(steps, "MOST_TOGETHER", 0)
+    assert plans() == together
+
+
 def test_updates_are_of_their_step_and_not_of_who_comes_later() -> None:
     engine = NullEngine(config_of("one rank"), depth=1)
     engine.add(make_request("a", 3, 9))
