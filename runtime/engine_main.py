@@ -216,6 +216,7 @@ class EngineLoop:
             weight_kinds=tuple(rank.weight_kinds for rank, _ in ranks),
             kv_bytes=tuple(warm.kv_bytes for _, warm in ranks),
             matrix_rates=tuple(warm.matrix_rates for _, warm in ranks),
+            isa=ranks[0][1].isa,
             gpus=tuple(warm.gpu for _, warm in ranks if warm.gpu is not None),
             pids=tuple(member.pid for member in group.workers.members),
         )

@@ -137,6 +137,7 @@ class Ready(Message, frozen=True, kw_only=True):
         expert_slots: per rank, expert slots of a MoE layer that it holds; they stay as many when experts move.
         weight_kinds: per rank, bytes held by `kind/format` (models.weights.bytes_by_kind).
         kv_bytes: per rank, bytes of the KV pool by number format, scales included.
+        isa: instructions of native kernels, "" without them.
         gpus: per rank, which one it runs on; empty on CPUs.
         pids: worker processes (the engine's own pid for ranks that are threads).
         links: what exchanges really take; None where no rows travel.
@@ -155,6 +156,7 @@ class Ready(Message, frozen=True, kw_only=True):
     kv_bytes: tuple[dict[str, int], ...] = ()
     matrix_rates: tuple[dict[str, float], ...] = ()
     links: MeasuredLinks | None = None
+    isa: str = ""
     gpus: tuple[Gpu, ...] = ()
 
 
@@ -289,6 +291,7 @@ class KVAllocated(Message, frozen=True, kw_only=True):
         cache_resident: that was measured in a cache, and says nothing about memory.
         matrix_rates: operations/s of its products in cache by number format, while all multiply; empty: not known.
         kv_bytes: of the pool by number format, scales included.
+        isa: instructions of its native kernels, "" without them.
         gpu: which one it runs on; None on a CPU.
     """
 
@@ -297,6 +300,7 @@ class KVAllocated(Message, frozen=True, kw_only=True):
     cache_resident: bool = False
     kv_bytes: dict[str, int] = {}
     matrix_rates: dict[str, float] = {}
+    isa: str = ""
     gpu: Gpu | None = None
 
 

@@ -26,7 +26,7 @@ from ..models.weights import bytes_by_kind
 from ..moe.probing import LinkProber
 from ..moe.wide_ep.exchanges import Exchange
 from ..moe.wide_ep.placement import ExpertPlacement
-from ..native.library import set_threads
+from ..native.library import native_isa, set_threads
 from ..quant import can_pack, parse_format, parse_kv_format, weight_scheme
 from ..telemetry import RankCounters, RankProgress, StepClock
 from ..telemetry.step_marks import HEAD, SAMPLING, WAIT
@@ -230,6 +230,7 @@ class Worker:
             memory_bandwidth=measured.bytes_per_second,
             cache_resident=measured.cache_resident,
             matrix_rates=rates,
+            isa=(native_isa() or "") if rates else "",
             kv_bytes=self._storage.bytes_by_format(),
             gpu=None if gpu is None else Gpu(uuid=gpu.uuid, peak_bytes_per_second=gpu.peak_bytes_per_second),
         )

@@ -9,8 +9,9 @@ sequences at hand, and the host's part of steps, is `host`. What even the rank t
 that is known (rows in shared memory). The rest is kernels: of it, `memory` is the
 time that good kernels take for the bytes, and `compute` for the operations; what they leave unexplained is launches and
 small operations, which are the host's again. Good kernels reach 0.8 of the bandwidth (the constant of NVIDIA's
-aiconfigurator) and 0.6 of the matrix rate (FlashAttention-2 reports 0.5 to 0.73 of an A100's); both are of ceilings
-measured at start. Where weights lie in the cache, bytes explain nothing.
+aiconfigurator) and 0.6 of the matrix rate (FlashAttention-2 reports 0.5 to 0.73 of an A100's), but of the rate of AMX,
+which multiplies faster than caches bring operands, 0.2 (measured for experts of a prompt, docs/performance.md, "Where a
+step goes"); both are of ceilings measured at start. Where weights lie in the cache, bytes explain nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ MEMORY, COMPUTE, LINK, HOST, IMBALANCE, QUEUE, IDLE = BOUNDS = (
     "memory", "compute", "link", "host", "imbalance", "queue", "idle",
 )  # fmt: skip
 MEMORY_EFFICIENCY, MATRIX_EFFICIENCY = 0.8, 0.6
+EFFICIENCY_BY_ISA = {"amx": 0.2}  # of the matrix rate, where it is another
 MARGIN = 0.05  # by which another share must lead before the word changes
 
 
@@ -66,11 +68,13 @@ class GroupSums:
 class RankCeilings:
     """What one rank can do at best: bytes/s, operations/s. Both are above 0.
 
-    `cache_resident` says that weights are read from a cache.
+    `matrix_efficiency` is the part of the matrix rate that good kernels reach; `cache_resident` says that weights are
+    read from a cache.
     """
 
     memory_bandwidth: float
     matrix_rate: float
+    matrix_efficiency: float = MATRIX_EFFICIENCY
     cache_resident: bool = False
 
     @property
@@ -127,7 +131,7 @@ def _rank_shares(sums: GroupSums, ceilings: RankCeilings) -> list[dict[str, floa
         kernels = busy - waited - host
         memory = 0.0 if ceilings.cache_resident else rank.memory_bytes
         memory /= MEMORY_EFFICIENCY * ceilings.memory_bandwidth
-        compute = rank.flops / (MATRIX_EFFICIENCY * ceilings.matrix_rate)
+        compute = rank.flops / (ceilings.matrix_efficiency * ceilings.matrix_rate)
         if (explained := memory + compute) > kernels:  # they overlapped, or kernels are better than good
             memory, compute = memory * kernels / explained, compute * kernels / explained
         seconds = {

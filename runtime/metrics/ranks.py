@@ -17,7 +17,17 @@ from ...moe.wide_ep.balancing import SlotWindow
 from ...telemetry import COMPONENTS, MEMORY_PARTS, PHASES, SCOPES, RankCounters
 from ..messages import Ready, Stats
 from ..rank_stats import BalanceStats, RankStats
-from .bound import BOUNDS, GroupSums, RankCeilings, RankSums, Verdict, judge, judge_all
+from .bound import (
+    BOUNDS,
+    EFFICIENCY_BY_ISA,
+    MATRIX_EFFICIENCY,
+    GroupSums,
+    RankCeilings,
+    RankSums,
+    Verdict,
+    judge,
+    judge_all,
+)
 from .dcgm import ExporterCounts, GpuReading
 from .link_metrics import link_samples
 from .saturation import expert_imbalance, memory_bytes, s_mbu, s_mfu
@@ -143,7 +153,12 @@ class ReplicaMetrics:
         if bandwidth <= 0 or matrix_rate <= 0:
             return None
         resident = any(rank.cache_resident for rank in self.ranks)
-        return RankCeilings(memory_bandwidth=bandwidth, matrix_rate=matrix_rate, cache_resident=resident)
+        return RankCeilings(
+            memory_bandwidth=bandwidth,
+            matrix_rate=matrix_rate,
+            matrix_efficiency=EFFICIENCY_BY_ISA.get(self.ready.isa if self.ready else "", MATRIX_EFFICIENCY),
+            cache_resident=resident,
+        )
 
     def saturation(self) -> np.ndarray:
         """Return S-MBU in the window, [rank, phase]."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moewe.runtime.metrics.bound import (
     BOUNDS,
+    EFFICIENCY_BY_ISA,
     MARGIN,
     MATRIX_EFFICIENCY,
     MEMORY_EFFICIENCY,
@@ -50,6 +51,15 @@ def test_each_verdict_is_given_where_it_is_due(bound: str) -> None:
     verdict = judge(CASES[bound], CEILINGS)[0]
     assert verdict.bound == bound
     assert tuple(verdict.shares) == BOUNDS and verdict.shares[bound] == max(verdict.shares.values())
+
+
+def test_prompts_on_amx_are_bound_by_arithmetic_far_below_its_rate() -> None:
+    """A prompt of 512 that multiplied at 0.18 of the rate, as docs/performance.md has it: no host held it up."""
+    prompt = group(RankSums(busy_seconds=10, host_seconds=0.2, flops=0.18 * 1000 * 9.8), wall=10.0)
+    (by_default,) = judge(prompt, CEILINGS)
+    (on_amx,) = judge(prompt, replace(CEILINGS, matrix_efficiency=EFFICIENCY_BY_ISA["amx"]))
+    assert by_default.bound == "host" and on_amx.bound == "compute"
+    assert on_amx.shares["compute"] == pytest.approx(0.18 / 0.2 * 0.98)
 
 
 def test_shares_are_those_of_the_time() -> None:

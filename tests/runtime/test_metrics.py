@@ -270,6 +270,14 @@ def test_the_matrix_rate_is_that_of_the_format_most_weights_have() -> None:
     assert replica.matrix_rate == 9e3
 
 
+@pytest.mark.parametrize(("isa", "efficiency"), [("amx", 0.2), ("avx512", 0.6), ("", 0.6)])
+def test_what_good_kernels_reach_is_known_by_instructions(isa: str, efficiency: float) -> None:
+    replica = begun(1, wall=1.0)
+    replica.begin(msgspec.structs.replace(replica.ready, isa=isa), 0.0)
+    ceilings = replica.ceilings()
+    assert ceilings is not None and ceilings.matrix_efficiency == efficiency
+
+
 def test_what_binds_is_exported_with_its_shares() -> None:
     replica = begun(4, wall=40.0)
     bound = {labels[1:]: value for name, labels, value in replica.samples() if name == "moewe_bound"}
