@@ -6,6 +6,7 @@ leaves none of it behind.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -17,6 +18,11 @@ os.environ.setdefault("MOEWE_STRICT_BOOKS", "1")
 os.environ.setdefault("MOEWE_QUICK_MEASURE", "1")
 # Two test processes on two cores: more threads would only wait for each other. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected out of garbage collections: it lives to the end."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,8 @@ Units: ranks (GPUs when each rank has one), expert slots.
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from .grid import slot_ranges
 from .spec import Topology
 
@@ -70,5 +72,16 @@ def _experts(topology: Topology, num_experts: int | None, unit: str) -> str:
     if num_experts == 0:
         return "none: the model is dense"
     sizes = [stop - start for start, stop in slot_ranges(num_experts + topology.red, topology.ep)]
-    slots = f"{min(sizes)}" if min(sizes) == max(sizes) else f"{min(sizes)} or {max(sizes)}"
-    return f"{num_experts}{redundant} over {_count(topology.ep, unit)}: {slots} slots each; {once}"
+    slots = f"{sizes[0]} slots each" if min(sizes) == max(sizes) else _uneven(sizes)
+    return f"{num_experts}{redundant} over {_count(topology.ep, unit)}: {slots}; {once}"
+
+
+def _uneven(sizes: list[int]) -> str:
+    """Say which ranks hold how many slots."""
+    parts, start = [], 0
+    for size, equal in groupby(sizes):
+        stop = start + len(list(equal))
+        ranks = f"ranks {start}-{stop - 1}" if stop - start > 1 else f"rank {start}"
+        parts.append(f"{size} slots on {ranks}")
+        start = stop
+    return ", ".join(parts)

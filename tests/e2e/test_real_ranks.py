@@ -16,7 +16,7 @@ from tests.support.polling import finish
 
 pytestmark = [pytest.mark.spawn, pytest.mark.slow, pytest.mark.timeout(600)]
 
-IDLE_S = 6.0
+IDLE_S = 10.0
 MOST_IDLE_CPU = 0.05
 
 

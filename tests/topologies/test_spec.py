@@ -111,8 +111,11 @@ def test_expansion_says_ranks_replicas_attention_and_experts() -> None:
     text = expansion(parse_topology("EP64DP3[red=32]"), num_experts=256, unit="GPU")
     assert "192 = 3 replicas x 64 GPUs" in text
     assert "data parallel over 64 GPUs" in text
-    assert "256 + 32 redundant over 64 GPUs: 4 or 5 slots each" in text
+    assert "256 + 32 redundant over 64 GPUs: 5 slots on ranks 0-31, 4 slots on ranks 32-63;" in text
     assert "independent" in text
+    assert "10 over 4 GPUs: 3 slots on ranks 0-1, 2 slots on ranks 2-3;" in expansion(  # P-LOAD-24
+        make_topology(4), num_experts=10, unit="GPU"
+    )
     assert "heads sharded over 8 ranks" in expansion(make_topology(8, atp=8))
     assert "4 parts of 2 ranks" in expansion(make_topology(8, atp=2))
     assert "dense" in expansion(make_topology(1, 4), num_experts=0)
