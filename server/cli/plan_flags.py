@@ -28,7 +28,8 @@ PLAN_FLAGS = (
     _flag("overlap", "switch", WHAT, "Two halves of the rows take turns, one's exchange under the other's experts."),
     _flag("workload", "text", LOAD, "isl=N,osl=N,concurrency=N, and perhaps hit=SHARE of prompts in a prefix cache, "
           "drafts=N,acceptance=CHANCE of speculation.", default="isl=4096,osl=1024,concurrency=256"),
-    _flag("popularity", "text", LOAD, "Of experts: uniform, or zipf:EXPONENT.", default="uniform"),
+    _flag("popularity", "text", LOAD, "Of experts: uniform, zipf:EXPONENT, or the .json of a load that `moewe record` "
+          "wrote.", default="uniform"),
     _flag("search", "switch", SEARCH, "Rank every layout of --gpus GPUs, instead of planning one: one pool, and pools "
           "for prompts and for decoding; load is free."),
     _flag("gpus", "int", SEARCH, "GPUs that there are.", default="those of a domain"),

@@ -18,6 +18,7 @@ from ...models.families import load_config
 from ...models.loading import check_weights
 from ...models.published import published_config, published_names
 from ...models.source import resolve_model
+from ...moe.wide_ep.balancing.load_file import read_load
 from ...native.bandwidth import measure_read_bandwidth
 from ...native.matrix_rate import measure_matrix_rate
 from ...topologies.choice import HOST_CEILINGS
@@ -26,7 +27,7 @@ from ...topologies.layout import Layout, load_layout
 from ...topologies.planner.architecture import Architecture
 from ...topologies.planner.hardware import LOCAL, RANKS, Hardware, load_hardware
 from ...topologies.planner.pools import CHUNK, UTILIZATION
-from ...topologies.planner.routing import Popularity, parse_popularity
+from ...topologies.planner.routing import Popularity, measured, parse_popularity
 from ...topologies.planner.search import Targets
 from ...topologies.planner.serving import Workload, parse_workload
 
@@ -94,13 +95,12 @@ def read_asked(tool: Mapping[str, Any]) -> Asked:
     for flag in ("price", "power"):
         if flag in tool:
             _check(f"--{flag}", tool[flag], 1e-6, 1e6)
-    num_experts = config.moe.routing.num_experts if config.moe is not None else 1
     return Asked(
         models=models,
         checked=checked,
         hardware=hardware,
         workload=parse_workload(tool.get("workload", "")),
-        popularity=parse_popularity(tool.get("popularity", "uniform"), num_experts),
+        popularity=read_popularity(tool.get("popularity", "uniform"), config),
         num_gpus=tool.get("gpus", hardware.domain_size) if searches else 0,
         targets=Targets(ttft=_seconds(tool, "max_ttft"), tpot=_seconds(tool, "max_tpot")),
         layout=None if searches else load_layout(tool.get("topology", "EP1DP1"), dialect=tool.get("dialect")),
@@ -125,10 +125,25 @@ def read_model(name: str) -> tuple[ModelConfig, str, str]:
         raise ConfigError(f"model = {name[:80]!r} is no folder and not in the table; the table has {known}")
     folder = resolve_model(name)
     config = load_config(folder)
+    title = name if name == "demo" else folder.name
     if not any(folder.glob("*.safetensors")):
-        return config, folder.name, "config.json (no weights beside it)"
+        return config, title, "config.json (no weights beside it)"
     check_weights(folder, config)
-    return config, folder.name, f"config.json, and headers of {len(find_shards(folder).files)} safetensors files"
+    return config, title, f"config.json, and headers of {len(find_shards(folder).files)} safetensors files"
+
+
+def read_popularity(text: str, config: ModelConfig) -> Popularity:
+    """Return the popularity of experts that `text` means: uniform, zipf:EXPONENT, or a load file of `moewe record`.
+
+    Raises:
+        ValueError: it is none of these, or a load of another model.
+    """
+    if config.moe is None:
+        return Popularity()
+    num_experts = config.moe.routing.num_experts
+    if text.lower().endswith(".json"):
+        return measured(read_load(Path(text), num_layers=len(config.moe_layers), num_experts=num_experts).total)
+    return parse_popularity(text, num_experts)
 
 
 def local_hardware() -> Hardware:

@@ -76,7 +76,7 @@ def _pool(asked: Asked, planned: Planned) -> dict[str, Any]:
         "idle_places": grid.num_idle,
         "domain_map": str(grid).splitlines(),
         "expert_map": placement_summary(topology, num_experts).splitlines() if num_experts else [],
-        "divisibility": divisibility(topology, num_experts),
+        "divisibility": divisibility(topology, asked.model),
         "warnings": topology.warnings(),
         "budget": budget_record(planned.budget),
         "flags": foreign_flags(topology, asked.model.footprint.name),

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from moewe.moe.wide_ep.balancing.load_file import ExpertLoad, write_load
 from moewe.server.cli import main as cli
 from tests.support.fixtures import checkpoint, copy_checkpoint
 
@@ -40,7 +42,8 @@ def test_a_plan_in_words(capfd: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capfd, *WIDE, "--price", "4")
     assert (code, err) == (0, "")
     for words in (
-        "EP64DP3[adp=64,atp=1,red=0]", "3 replicas x 64 GPUs", "256 slots over 64 ranks: evenly", "domain 2",
+        "EP64DP3[adp=64,atp=1,red=0]", "3 replicas x 64 GPUs", "256 slots over 64 ranks: evenly",
+        "each on 8 ranks of its own", "domain 2",
         "ranks 0..63: slots 0..255, 4 each", "bytes of the fullest rank", "routed experts (4 of 256 a layer)",
         "KV cache", "exchange buffers", "vllm serve", "sglang.launch_server", "trtllm-serve", "a step of", "exchange",
         "launch", "time to the first token", "output tokens / all GPUs",
@@ -59,6 +62,25 @@ def test_a_plan_as_json_has_sources_and_adds_up(capfd: pytest.CaptureFixture[str
     served = plan["served"]
     assert {(rate["numerator"], rate["denominator"]) for rate in served["rates"]} >= {("output tokens", "all GPUs")}
     assert served["price_per_million_output_tokens"] is None and served["joules_per_output_token"] > 0
+
+
+def test_a_recorded_load_makes_ranks_uneven(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "load.json"
+    load = np.ones((32, 8), np.int64)
+    load[:, 0] = 9
+    write_load(ExpertLoad(phases={"decode": load}), path)
+    words = ("mixtral-8x7b", "--topology", "EP4DP1", "--popularity")
+    late = [
+        next(
+            part["seconds"]
+            for part in record(capfd, *words, how)["decode_step"]["parts"]
+            if part["name"] == "imbalance"
+        )
+        for how in ("uniform", str(path))
+    ]
+    assert late[1] > late[0]
+    code, _, err = run(capfd, "qwen3-30b-a3b", "--popularity", str(path))
+    assert code == 1 and "num_layers=32, but the model has 48" in err
 
 
 def test_pools_for_prompts_and_for_decoding(capfd: pytest.CaptureFixture[str]) -> None:

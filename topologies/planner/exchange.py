@@ -66,11 +66,10 @@ def exchange_seconds(setting: Setting, own: float, *, is_decode: bool) -> Exchan
     if domains > 1:
         latency = hardware.between_dispatch_latency + hardware.between_combine_latency
     moving = max(own * near * row / near_rate, own * far * row / far_rate)
-    factor = setting.constants.exchange_factor * layers
     return ExchangeTime(
         num_bytes=own * (near + far) * row * layers,
-        latency_seconds=latency * factor,
-        bandwidth_seconds=moving * factor,
+        latency_seconds=latency * layers,
+        bandwidth_seconds=moving * layers,
     )
 
 

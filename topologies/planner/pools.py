@@ -13,6 +13,7 @@ from ..budget import ByteBudget, byte_budget, check_fits, check_runnable
 from ..grid import RankGrid
 from ..kv_sizes import StepLimits
 from ..spec import Topology, TopologyError
+from .architecture import Architecture
 from .serving import Pool, Workload
 from .step_time import Setting
 
@@ -86,10 +87,22 @@ def plan_pool(
     )
 
 
-def divisibility(topology: Topology, num_experts: int) -> str:
-    """Say how experts and slots divide over ranks."""
+def divisibility(topology: Topology, model: Architecture) -> str:
+    """Say how slots divide over ranks, and where groups of experts, which a row chooses few of, stand."""
+    num_experts, groups = model.footprint.num_experts, model.num_groups
     if not num_experts:
         return "dense: nothing to divide"
     slots = num_experts + topology.red
     even = "evenly" if slots % topology.ep == 0 else f"unevenly, {slots % topology.ep} ranks hold one more"
-    return f"{slots} slots over {topology.ep} ranks: {even}"
+    text = f"{slots} slots over {topology.ep} ranks: {even}"
+    if groups > 1:
+        text += f"; a row goes to {model.top_groups} of {groups} groups of experts, "
+        if topology.red:
+            text += "which replicas may leave"
+        elif groups % topology.ep == 0:
+            text += f"{groups // topology.ep} whole ones on a rank"
+        elif topology.ep % groups == 0 and num_experts % topology.ep == 0:
+            text += f"each on {topology.ep // groups} ranks of its own"
+        else:
+            text += "which share ranks"
+    return text

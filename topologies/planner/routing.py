@@ -7,7 +7,6 @@ Letters: E experts, K a row, x ranks of a group. Units: experts, ranks, rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -22,23 +21,37 @@ BALANCED = 1.109
 
 @dataclass(frozen=True)
 class Popularity:
-    """How likely a row chooses each expert: `shares` sum to 1; empty means that all are alike."""
+    """How likely a row chooses each expert of each layer: rows of `shares` sum to 1.
 
-    shares: tuple[float, ...] = ()
+    One row is of all layers; none means that all experts are alike.
+    """
+
+    shares: tuple[tuple[float, ...], ...] = ()
 
     def inclusion(self, num_experts: int, top_k: int) -> np.ndarray:
-        """Return the probability that a row chooses each expert: at most 1, in all `top_k` [E]."""
+        """Return the chance that a row chooses each expert: at most 1, in each layer `top_k` in all [L or 1, E]."""
         if not self.shares:
-            return np.full(num_experts, top_k / num_experts)
-        assert len(self.shares) == num_experts, (len(self.shares), num_experts)
-        chance = top_k * np.asarray(self.shares) / sum(self.shares)
-        for _ in range(num_experts):  # nobody is chosen more than once: what is above 1 goes to the others
-            over = chance > 1
-            if not over.any():
-                break
-            rest = top_k - over.sum()
-            chance = np.where(over, 1.0, chance * rest / chance[~over].sum())
-        return chance
+            return np.full((1, num_experts), top_k / num_experts)
+        return np.stack([_inclusion(np.asarray(layer), num_experts, top_k) for layer in self.shares])
+
+
+def _inclusion(shares: np.ndarray, num_experts: int, top_k: int) -> np.ndarray:
+    assert shares.shape == (num_experts,), (shares.shape, num_experts)
+    chance: np.ndarray = top_k * shares / shares.sum()
+    for _ in range(num_experts):  # nobody is chosen more than once: what is above 1 goes to the others
+        over = chance > 1
+        if not over.any():
+            break
+        others = chance[~over].sum()
+        rest = top_k - over.sum()
+        chance = np.where(over, 1.0, chance * rest / others if others else rest / max(1, (~over).sum()))
+    return chance
+
+
+def measured(loads: np.ndarray) -> Popularity:
+    """Return the popularity that tokens of each expert of each layer show [L, E]; a layer without any is even."""
+    rows = np.where(loads.sum(axis=1, keepdims=True) > 0, loads, 1).astype(np.float64)
+    return Popularity(tuple(map(tuple, (rows / rows.sum(axis=1, keepdims=True)).tolist())))
 
 
 def zipf(exponent: float, num_experts: int) -> Popularity:
@@ -50,7 +63,7 @@ def zipf(exponent: float, num_experts: int) -> Popularity:
     order = np.random.default_rng(0).permutation(num_experts)
     shares = np.empty(num_experts)
     shares[order] = np.asarray(weights) / sum(weights)
-    return Popularity(tuple(shares.tolist()))
+    return Popularity((tuple(shares.tolist()),))
 
 
 def distinct_share(chances: np.ndarray, rows: float) -> float:
@@ -129,13 +142,14 @@ def placed_imbalance(chances: np.ndarray, ranks: int) -> float:
     """Return the part of the fullest rank over the mean, where ranks hold equal runs of experts and p_e are `chances`.
 
     Args:
-        chances: that a row chooses each expert [E].
+        chances: that a row chooses each expert of each layer [L or 1, E]; layers count alike.
         ranks: of a group; the first hold one expert more where they do not divide evenly.
     """
     if ranks <= 1:
         return 1.0
-    sums = [float(chances[start:stop].sum()) for start, stop in slot_ranges(len(chances), ranks)]
-    return max(sums) * ranks / sum(sums)
+    ranges = slot_ranges(chances.shape[1], ranks)
+    sums = np.stack([chances[:, start:stop].sum(axis=1) for start, stop in ranges])  # [x, L or 1]
+    return float((sums.max(axis=0) / sums.mean(axis=0)).mean())
 
 
 def parse_popularity(text: str, num_experts: int) -> Popularity:
@@ -154,10 +168,3 @@ def parse_popularity(text: str, num_experts: int) -> Popularity:
     if kind != "zipf" or not 0 <= exponent <= 10:
         raise ValueError(f"popularity {text!r} is not known; use uniform or zipf:1.01 (an exponent from 0 to 10)")
     return zipf(exponent, num_experts)
-
-
-def mean_popularity(rows: Sequence[Sequence[float]]) -> Popularity:
-    """Return the popularity that loads of experts, layer by layer [L][E], have on average."""
-    loads = np.asarray(rows, dtype=np.float64)
-    assert loads.ndim == 2 and loads.sum() > 0, loads.shape
-    return Popularity(tuple((loads.sum(axis=0) / loads.sum()).tolist()))

@@ -32,13 +32,11 @@ class Constants:
         memory_efficiency: part of the bandwidth that reading reaches: 0.8 in aiconfigurator and in InferSim.
         flops_efficiency: part of the rate that products reach: 0.6, InferSim's on H20.
         layer_seconds: of a layer beside bytes, FLOPs and exchange: launches, small kernels, waiting for the slowest.
-        exchange_factor: how much longer an exchange takes in a step than alone.
     """
 
     memory_efficiency: float = 0.8
     flops_efficiency: float = 0.6
     layer_seconds: float = 93e-6
-    exchange_factor: float = 1.0
 
 
 CONSTANTS = Constants()
@@ -82,7 +80,7 @@ class Setting:
 
     @cached_property
     def chances(self) -> np.ndarray:
-        """The chance that a row chooses each expert [E]."""
+        """The chance that a row chooses each expert of each layer [L or 1, E]."""
         footprint = self.model.footprint
         return self.popularity.inclusion(footprint.num_experts, footprint.top_k)
 
@@ -194,7 +192,9 @@ def step_time(setting: Setting, rows: Rows) -> StepTime:
     ]  # fmt: skip
     read = sum(part.num_bytes for part in parts)
     routed = parts[4].seconds
-    parts.append(_part(setting, "rows between products", own * model.row_bytes, 0.0, BF16))
+    if not setting.hardware.is_shared:  # a CPU's caches hold them
+        parts.append(_part(setting, "rows between products", own * model.row_bytes, 0.0, BF16))
+    products = tuple(parts)
     exchange = exchange_seconds(setting, own, is_decode=rows.chunk == 0)
     sharing = attention_seconds(setting, rows.total)
     fullest = _imbalance(setting, own)
@@ -209,7 +209,7 @@ def step_time(setting: Setting, rows: Rows) -> StepTime:
     if setting.overlap and exchange.seconds:
         again = _again(setting, own)
         parts.append(Part(name="experts read twice", num_bytes=0, flops=0, seconds=again, binds=MEMORY))
-        beside = sum(part.seconds for part in parts[:7]) + again
+        beside = sum(part.seconds for part in products) + again
         # The first dispatch and the last combine of a step have nothing to hide under.
         hidden = min(exchange.seconds * (1 - 1 / max(1, footprint.num_moe_layers)), beside)
     else:

@@ -8,6 +8,7 @@ import pytest
 from moewe.topologies.planner.routing import (
     Popularity,
     distinct_share,
+    measured,
     parse_popularity,
     placed_imbalance,
     places_hit,
@@ -38,7 +39,7 @@ def test_popular_experts_make_fewer_distinct_ones() -> None:
 
 
 def test_nobody_is_chosen_more_than_once_by_a_row() -> None:
-    chance = Popularity((0.97, 0.01, 0.01, 0.01)).inclusion(4, 2)
+    chance = Popularity(((0.97, 0.01, 0.01, 0.01),)).inclusion(4, 2)[0]
     assert chance.sum() == pytest.approx(2) and chance.max() == 1 and chance[1] == pytest.approx(1 / 3)
 
 
@@ -74,13 +75,25 @@ def test_imbalance_by_chance(ranks: int, batch: int) -> None:
 
 
 def test_imbalance_of_placements() -> None:
-    assert placed_imbalance(np.full(256, 1 / 32), 32) == pytest.approx(1)
-    assert placed_imbalance(np.array([3.0, 1, 1, 1]), 2) == pytest.approx(4 / 3)
-    assert placed_imbalance(np.array([3.0, 1, 1, 1]), 1) == 1
+    assert placed_imbalance(np.full((1, 256), 1 / 32), 32) == pytest.approx(1)
+    assert placed_imbalance(np.array([[3.0, 1, 1, 1]]), 2) == pytest.approx(4 / 3)
+    assert placed_imbalance(np.array([[3.0, 1, 1, 1]]), 1) == 1
+    assert placed_imbalance(np.array([[3.0, 1, 1, 1], [1, 1, 1, 1]]), 2) == pytest.approx((4 / 3 + 1) / 2)
+
+
+def test_measured_loads_are_taken_layer_by_layer() -> None:
+    # Another expert is hot in each layer: all together they would look even.
+    loads = np.array([[90, 5, 5], [5, 90, 5], [5, 5, 90], [0, 0, 0]])
+    made = measured(loads)
+    chances = made.inclusion(3, 1)
+    assert chances.shape == (4, 3) and chances[1].tolist() == pytest.approx([0.05, 0.9, 0.05])
+    assert chances[3].tolist() == pytest.approx([1 / 3] * 3)
+    assert placed_imbalance(chances, 3) == pytest.approx((2.7 * 3 + 1) / 4)
+    assert distinct_share(chances[:3], 2) < distinct_share(Popularity().inclusion(3, 1), 2)
 
 
 @pytest.mark.parametrize("text", ["", "zipf", "zipf:", "zipf:-1", "zipf:x", "flat", "zipf:1:2"])
 def test_unknown_popularity_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"use uniform or zipf:1\.01"):
         parse_popularity(text, 8)
-    assert parse_popularity("uniform", 8) == Popularity() and len(parse_popularity("zipf:1.01", 8).shares) == 8
+    assert parse_popularity("uniform", 8) == Popularity() and len(parse_popularity("zipf:1.01", 8).shares[0]) == 8
