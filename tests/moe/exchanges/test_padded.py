@@ -18,7 +18,7 @@ SHAPE = GroupShape(slot_ranges=((0, 3), (3, 6), (6, 8)))
 class EmptyLink:
     """A link of three members on which room arrives and nothing else."""
 
-    size, index, buffer_bytes = 3, 1, 0
+    size, index, held_bytes = 3, 1, 0
 
     def start(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> Pending:
         return lambda: torch.empty(sum(received), rows.shape[1], dtype=rows.dtype, device=rows.device)
