@@ -5,14 +5,20 @@ import pytest
 from tests.support.comparison import compare_with_reference
 from tests.support.fixtures import checkpoint, random_prompt
 from tests.support.harness import generate, greedy
-from tests.support.matrix import MATRIX, num_ranks, parameters
+from tests.support.matrix import MATRIX, QUICK, num_ranks, parameters
 from tests.support.numerics import LOGITS_AGAINST_REFERENCE
 from tests.support.setups import Setup
 
 LENGTHS = (20, 9, 14)  # for each rank
 TIGHT = {"num_blocks": 26, "block_size": 2}  # two such sequences end, three do not fit
 ONLY_WINDOWS = ("T-MIS",)  # a sequence never grows beyond the blocks that it was admitted with
-CASES = [case for case in MATRIX if case[0] not in ONLY_WINDOWS and (case[2] == 7 or case[1] in ("EP1DP1", "EP2DP1"))]
+EVERYWHERE = ("T-QW3", "T-DS3", "T-GOS")  # in every topology and chunk size: plain, latent and windowed caches
+COMMON = (("EP1DP1", 512), ("EP2DP1", 7), ("EP1DP2", 7))
+CASES = [
+    case
+    for case in MATRIX
+    if case[0] not in ONLY_WINDOWS and (case[0] in EVERYWHERE or case[1:] in COMMON or case in QUICK)
+]
 
 
 @pytest.mark.parametrize(("name", "topology", "chunk"), parameters(CASES))
