@@ -28,7 +28,7 @@ class RankFigures:
         domain: its NVLink domain; None where the server did not say.
         components: share of the ceiling by component; their sum is `saturation`.
         busy: share of the time between the readings that steps took.
-        cache_resident: the saturation says nothing about memory.
+        cache_resident: the saturation says nothing about memory; the verdict holds.
         kv_usage: used over existing KV blocks.
         memory: bytes by part, as `moewe_rank_memory_bytes` has them; empty where the server does not say.
         running: requests.
@@ -53,6 +53,9 @@ class ServerFigures:
     """One server between two readings; a latency or rate that nothing happened for is None.
 
     Attributes:
+        ttft_p50, ttft_p95: seconds to the first token.
+        tpot_p50, tpot_p95: seconds a token after the first, as means of requests that ended.
+        itl_p50, itl_p95: seconds between a token and the one before it.
         imbalance: rows of the fullest over the mean rank, the worst of all replicas.
         link_bytes: bytes/s that ranks send inside and between domains.
         price_per_hour: of the server, where it was told one.
@@ -72,6 +75,8 @@ class ServerFigures:
     ttft_p95: float | None
     tpot_p50: float | None
     tpot_p95: float | None
+    itl_p50: float | None
+    itl_p95: float | None
     running: int
     waiting: int
     preemptions: int
@@ -149,8 +154,10 @@ def figures(url: str, earlier: Reading, later: Reading) -> ServerFigures:
         prompt_tokens_per_second=prompt / seconds,
         ttft_p50=_latency(earlier, later, "moewe_time_to_first_token_seconds", 0.5),
         ttft_p95=_latency(earlier, later, "moewe_time_to_first_token_seconds", 0.95),
-        tpot_p50=_latency(earlier, later, "moewe_inter_token_latency_seconds", 0.5),
-        tpot_p95=_latency(earlier, later, "moewe_inter_token_latency_seconds", 0.95),
+        tpot_p50=_latency(earlier, later, "moewe_time_per_output_token_seconds", 0.5),
+        tpot_p95=_latency(earlier, later, "moewe_time_per_output_token_seconds", 0.95),
+        itl_p50=_latency(earlier, later, "moewe_inter_token_latency_seconds", 0.5),
+        itl_p95=_latency(earlier, later, "moewe_inter_token_latency_seconds", 0.95),
         running=int(later.value("moewe_requests_running") or 0),
         waiting=int(later.value("moewe_requests_waiting") or 0),
         preemptions=int(_gain(earlier, later, "moewe_preemptions_total")),

@@ -6,7 +6,9 @@ letters as well as of colours, so that they read without colours. Texts of a ser
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -17,8 +19,8 @@ from .figures import MEMORY_COMPONENTS, RankFigures, ServerFigures
 LETTERS = {"routed": "R", "shared": "S", "attention": "A", "dense": "D", "kv": "K"}
 _STYLES = {"routed": "black on cyan", "shared": "black on blue", "attention": "black on green",
            "dense": "black on yellow", "kv": "black on magenta"}  # fmt: skip
-_LINES_OF_A_SERVER = 5  # without its ranks
-_WIDTH_WITHOUT_BAR = 44
+_LEAST_HEAD, _LEAST_RANKS = 1, 2  # lines of a server, however many share the height
+_WIDTH_WITHOUT_BAR = 50
 _FULL = 0.9  # a share of the ceiling, or of the KV blocks, that is worth a colour
 
 
@@ -29,7 +31,7 @@ def draw(servers: Sequence[ServerFigures | Lost], width: int, height: int) -> Re
         servers: figures, or why there are none.
         width, height: of the terminal, in characters.
     """
-    room = max(1, (height - 1) // max(1, len(servers)) - _LINES_OF_A_SERVER)
+    room = (height - 1) // max(1, len(servers))
     blocks: list[RenderableType] = []
     for server in servers:
         blocks += server.lines() if isinstance(server, Lost) else _server(server, width, room)
@@ -70,16 +72,12 @@ def bar(components: Mapping[str, float], width: int) -> Text:
 
 
 def _server(server: ServerFigures, width: int, room: int) -> list[Text]:
-    state = "" if server.ready else "  NOT READY"
-    title = Text(server.url, "bold").append(f"  {server.model}  {server.topology}  moewe {server.version}", "not bold")
-    lines = [_line(title.append(state, "bold red"))]
-    rates = (
-        f"  {server.tokens_per_second:.1f} tok/s  prompt {server.prompt_tokens_per_second:.1f} tok/s"
-        f"  TTFT {_times(server.ttft_p50, server.ttft_p95)}  ITL {_times(server.tpot_p50, server.tpot_p95)} (p50/p95)"
-    )
-    lines.append(_line(Text(rates)))
-    lines.append(_line(_load(server)))
-    lines.append(_line(_memory(server.ranks)))
+    title = Text(server.url, "bold").append("" if server.ready else "  NOT READY", "bold red")  # before what is cut off
+    title.append(f"  {server.model}  {server.topology}  moewe {server.version}", "not bold")
+    heads = (title, _load(server), _latencies(server), _experts(server), _links_and_cost(server), _memory(server.ranks))
+    lines = [_line(text) for text in heads if text.plain]  # what comes last goes first where many servers are shown
+    lines = lines[: max(_LEAST_HEAD, room - min(_LEAST_RANKS, len(server.ranks)))]
+    room = max(1, room - len(lines))
     ranks = sorted(server.ranks, key=lambda rank: (-rank.saturation, rank.replica, rank.rank))
     shown = ranks if len(ranks) <= room else ranks[: max(1, room - 1)]
     for rank in sorted(shown, key=lambda rank: (rank.replica, rank.rank)):
@@ -90,19 +88,46 @@ def _server(server: ServerFigures, width: int, room: int) -> list[Text]:
 
 
 def _load(server: ServerFigures) -> Text:
-    text = Text(f"  running {server.running}  waiting {server.waiting}")
-    if server.preemptions:
-        text.append(f"  preempted {server.preemptions}", "yellow")
-    if server.imbalance is not None:
-        text.append(f"  imbalance {server.imbalance:.2f}")
-    if (cost := server.cost_per_million_tokens.get("output")) is not None:
-        text.append(f"  {cost:.3g} for 1M output tokens")
+    rates = f"  {server.tokens_per_second:.1f} tok/s  prompt {server.prompt_tokens_per_second:.1f} tok/s"
+    text = Text(f"{rates}  running {server.running}  waiting {server.waiting}")
+    return text.append(f"  preempted {server.preemptions}", "yellow") if server.preemptions else text
+
+
+def _latencies(server: ServerFigures) -> Text:
+    shown = (
+        f"{name} {_times(p50, p95)}"
+        for name, p50, p95 in (
+            ("TTFT", server.ttft_p50, server.ttft_p95),
+            ("TPOT", server.tpot_p50, server.tpot_p95),
+            ("ITL", server.itl_p50, server.itl_p95),
+        )
+    )
+    return Text(f"  {'  '.join(shown)} (p50/p95)")
+
+
+def _links_and_cost(server: ServerFigures) -> Text:
+    text = Text()
     if any(server.link_bytes.values()):
         text.append(f"  links {_rate(server.link_bytes['domain'])} in, {_rate(server.link_bytes['between'])} between")
-    if server.hottest:
-        names = (f"L{item.get('layer')}/E{item.get('expert')}" for item in server.hottest[:3])
-        text.append(f"  hottest {' '.join(names)}")
+    if (cost := server.cost_per_million_tokens.get("output")) is not None:
+        text.append(f"  {cost:.3g} for 1M output tokens")
     return text
+
+
+def _experts(server: ServerFigures) -> Text:
+    """Return how uneven ranks are and which experts make them so; the hottest first, so that a cut takes the least."""
+    text = Text()
+    if server.imbalance is not None:
+        text.append(f"  imbalance {server.imbalance:.2f}")
+    if server.hottest:
+        text.append(f"  hottest {'  '.join(map(_expert, server.hottest))}")
+    return text
+
+
+def _expert(item: Mapping[str, Any]) -> str:
+    times = item.get("times_mean")
+    share = f" {times:.1f}x" if isinstance(times, int | float) else ""
+    return f"L{item.get('layer')}/E{item.get('expert')}{share}"
 
 
 def _memory(ranks: Sequence[RankFigures]) -> Text:
@@ -119,7 +144,8 @@ def _rank(rank: RankFigures, width: int) -> Text:
     text = Text(f"  {f'{rank.replica}.{rank.rank}{domain}':<9}")
     text.append_text(bar(rank.components, width))
     text.append(f" {rank.saturation:>4.0%}", "bold red" if rank.saturation >= _FULL else "bold")
-    text.append(f" {'cache' if rank.cache_resident else rank.bound or '':<9}", "yellow")
+    text.append(f" {'cache' if rank.cache_resident else '':<5}", "dim")  # of the share, the verdict holds as well
+    text.append(f" {rank.bound or '':<9}", "yellow")
     text.append(f" busy {rank.busy:>4.0%}")
     return text.append(f" KV {rank.kv_usage:>4.0%}", "red" if rank.kv_usage >= _FULL else "")
 
@@ -132,6 +158,8 @@ def _legend(width: int) -> Text:
 
 
 def _line(text: Text) -> Text:
+    """Return `text` as one line; control characters in what a server says must not steer the terminal."""
+    text.plain = "".join("?" if unicodedata.category(char) == "Cc" else char for char in text.plain)
     text.no_wrap, text.overflow = True, "ellipsis"
     return text
 

@@ -25,7 +25,7 @@ from moewe.server.top.view import Lost, _size, bar, draw
 from moewe.telemetry import MEMORY_PARTS
 
 
-def metrics(*, steps: int = 0, tokens: int = 0, ranks: int = 2) -> str:
+def metrics(*, steps: int = 0, tokens: int = 0, ranks: int = 2, resident: bool = False) -> str:
     """What a server says that reached `steps` steps: each takes 0.1 s and moves 1 GB of 20 GB/s."""
     lines = [
         'moewe_info{version="1",model="demo",topology="EP2DP1"} 1',
@@ -38,6 +38,13 @@ def metrics(*, steps: int = 0, tokens: int = 0, ranks: int = 2) -> str:
         "# TYPE moewe_time_to_first_token_seconds histogram",
         f'moewe_time_to_first_token_seconds_bucket{{le="0.1"}} {steps}',
         f'moewe_time_to_first_token_seconds_bucket{{le="+Inf"}} {steps}',
+        "# TYPE moewe_time_per_output_token_seconds histogram",
+        f'moewe_time_per_output_token_seconds_bucket{{le="0.2"}} {steps}',
+        f'moewe_time_per_output_token_seconds_bucket{{le="+Inf"}} {steps}',
+        "# TYPE moewe_inter_token_latency_seconds histogram",
+        f'moewe_inter_token_latency_seconds_bucket{{le="0.4"}} {tokens}',
+        f'moewe_inter_token_latency_seconds_bucket{{le="+Inf"}} {tokens}',
+        f'moewe_cache_resident{{replica="0"}} {int(resident)}',
         'moewe_memory_bandwidth_ceiling_bytes_per_second{replica="0"} 20000000000',
     ]
     for rank in range(ranks):
@@ -45,6 +52,7 @@ def metrics(*, steps: int = 0, tokens: int = 0, ranks: int = 2) -> str:
         lines += [
             f"moewe_kv_blocks{{{which}}} 100",
             f"moewe_kv_usage_ratio{{{which}}} 0.5",
+            f'moewe_bound{{{which},by="{("link", "imbalance")[rank % 2]}"}} 1',
             f'moewe_busy_seconds_total{{{which},phase="decode"}} {0.1 * steps}',
             f'moewe_steps_total{{{which},phase="decode"}} {steps}',
             f'moewe_memory_bytes_total{{{which},phase="decode",component="routed"}} {750_000_000 * steps}',
@@ -69,8 +77,10 @@ def test_figures_are_what_happened_between_two_readings() -> None:
     assert (found.model, found.topology, found.ready) == ("demo", "EP2DP1", True)
     assert found.tokens_per_second == 50.0 and found.running == 3 and found.waiting == 1
     assert found.imbalance == 1.25 and found.link_bytes == {"domain": 0.0, "between": 10_000.0}
-    assert found.ttft_p50 == pytest.approx(0.05) and found.tpot_p50 is None
+    assert (found.ttft_p50, found.tpot_p50, found.itl_p50) == pytest.approx((0.05, 0.1, 0.2))
+    assert (found.ttft_p95, found.tpot_p95, found.itl_p95) == pytest.approx((0.095, 0.19, 0.38))
     rank = found.ranks[1]
+    assert [rank.bound for rank in found.ranks] == ["link", "imbalance"]
     assert (rank.replica, rank.rank, rank.domain) == (0, 1, 1)
     assert rank.components["routed"] == pytest.approx(0.375) and rank.components["kv"] == pytest.approx(0.125)
     assert rank.saturation == pytest.approx(0.5) and rank.busy == pytest.approx(0.5) and rank.kv_usage == 0.5
@@ -106,7 +116,8 @@ def test_there_is_no_cost_without_tokens_or_a_price(price: str) -> None:
 def test_an_idle_server_has_figures_too() -> None:
     same = reading(1.0, steps=5)
     found = figures("u", same, replace(same, taken=2.0))
-    assert found.tokens_per_second == 0 and found.ttft_p95 is None and found.ranks[0].saturation == 0
+    assert found.tokens_per_second == 0 and found.ranks[0].saturation == 0
+    assert found.ttft_p95 is found.tpot_p95 is found.itl_p95 is None
     empty = figures("u", Reading(taken=0, samples={}), Reading(taken=0, samples={}))
     assert empty.ranks == () and empty.imbalance is None and not empty.ready
 
@@ -153,12 +164,16 @@ def drawn(servers: list[ServerFigures | Lost], width: int = 80, height: int = 24
 
 @pytest.mark.parametrize("size", [(80, 24), (200, 60), (80, 10)])
 @pytest.mark.parametrize("num_ranks", [1, 8, 72])
-@pytest.mark.parametrize("num_servers", [1, 2])
+@pytest.mark.parametrize("num_servers", [1, 2, 3])
 def test_what_is_drawn_fits(size: tuple[int, int], num_ranks: int, num_servers: int) -> None:
     long = "x" * 300
-    lines = drawn([server_figures(num_ranks, url=f"http://{i}", model=long) for i in range(num_servers)], *size)
+    full: dict[str, Any] = {
+        "model": long, "hottest": HOTTEST, "link_bytes": {"domain": 1.0, "between": 1.0}, "preemptions": 7,
+        "cost_per_million_tokens": {"output": 0.5},
+    }  # fmt: skip
+    lines = drawn([server_figures(num_ranks, url=f"http://{i}", **full) for i in range(num_servers)], *size)
     assert all(len(line) <= size[0] for line in lines)
-    assert len(lines) <= max(size[1], 6 * num_servers + 1)
+    assert len(lines) <= size[1]
     if num_ranks > size[1]:
         assert sum("more at" in line for line in lines) == num_servers
 
@@ -169,11 +184,42 @@ def test_a_rank_is_a_bar_with_its_share_and_verdict() -> None:
         cache_resident=False, kv_usage=0.95, memory={}, running=2, bound="memory",
     )  # fmt: skip
     [line] = [line for line in drawn([replace(server_figures(1), ranks=(rank,))]) if line.startswith("  0.3 d1")]
-    width = 80 - 44
+    width = 80 - 50
     assert "R" * (width // 2) + "K" * (width // 4) + "·" * (width // 4) in line
-    assert " 75% memory" in line and line.endswith("busy 100% KV  95%")
-    assert "cache" in "".join(drawn([replace(server_figures(1), ranks=(replace(rank, cache_resident=True),))]))
+    assert " 75%       memory " in line and line.endswith("busy 100% KV  95%")
     assert bar({"routed": 7.0}, 10).plain == "R" * 10 and bar({}, 4).plain == "····"
+
+
+@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
+def test_weights_in_a_cache_do_not_hide_the_verdict(size: tuple[int, int]) -> None:
+    """On small models the bar means nothing, and what binds them (docs/operations.md: `link`) is to be seen."""
+    readings = [reading(taken, steps=int(taken), resident=True) for taken in (1.0, 2.0)]
+    lines = drawn([figures("u", *readings)], *size)
+    [first] = [line for line in lines if line.startswith("  0.0  ")]
+    [second] = [line for line in lines if line.startswith("  0.1  ")]
+    assert first.endswith(" cache link      busy  10% KV  50%")
+    assert second.endswith(" cache imbalance busy  10% KV  50%")
+
+
+HOTTEST = tuple({"layer": 60 + i, "expert": 250 + i, "times_mean": 12.34 - i} for i in range(5))
+
+
+@pytest.mark.parametrize(("size", "shown"), [((80, 24), 3), ((200, 60), 5)])
+def test_the_hottest_experts_have_a_line_that_holds_them(size: tuple[int, int], shown: int) -> None:
+    busy = server_figures(2, hottest=HOTTEST, imbalance=1.25, running=128, waiting=1000, preemptions=12)
+    busy = replace(busy, tokens_per_second=12_345.6, prompt_tokens_per_second=123_456.7, itl_p50=0.4567, itl_p95=12.3,
+                   ttft_p50=0.9, ttft_p95=99.9, tpot_p50=0.123, tpot_p95=0.456,
+                   link_bytes={"domain": 9.9e8, "between": 8.8e7},
+                   cost_per_million_tokens={"output": 0.123})  # fmt: skip
+    lines = drawn([busy], *size)
+    [line] = [line for line in lines if "hottest" in line]
+    names = [f"L{60 + i}/E{250 + i} {12.34 - i:.1f}x" for i in range(shown)]
+    assert line.startswith("  imbalance 1.25  hottest " + "  ".join(names))
+    assert "  12345.6 tok/s  prompt 123456.7 tok/s  running 128  waiting 1000  preempted 12" in lines
+    assert "  TTFT 900ms/99.9s  TPOT 123ms/456ms  ITL 457ms/12.3s (p50/p95)" in lines
+    assert "  links 990 MB/s in, 88 MB/s between  0.123 for 1M output tokens" in lines
+    bare = drawn([server_figures(2, hottest=({"layer": 3, "expert": 7},), imbalance=None)], *size)
+    assert "  hottest L3/E7" in bare and not any("links" in line for line in drawn([server_figures(1, link_bytes={})]))
 
 
 def test_memory_is_a_line_with_kv_as_a_row_of_its_own() -> None:
@@ -188,6 +234,10 @@ def test_memory_is_a_line_with_kv_as_a_row_of_its_own() -> None:
 def test_texts_of_a_server_are_shown_as_they_are() -> None:
     assert any("[bold]x[/bold]" in line for line in drawn([server_figures(1, model="[bold]x[/bold]")]))
     assert drawn([Lost("http://gone", "nobody [there]")])[1] == "  nobody [there]"
+    steering = server_figures(1, model="\x1b]0;mine\x07\n\x9b2J", ready=False, hottest=({"layer": "\x1b[2J"},))
+    lines = drawn([steering])
+    assert lines[0].startswith("http://host:8000  NOT READY  ?]0;mine??2J  EP2DP1")
+    assert any(line.endswith("hottest L?[2J/ENone") for line in lines)
 
 
 class Pages:
