@@ -16,6 +16,7 @@ from typing import Protocol
 from .deltas import TokenText, logprob_entries, prompt_entries
 from .grammar_masks import GrammarMasks, MadeMask
 from .messages import INVALID_REQUEST, QUEUE_FULL, Delta, LogprobEntry, Submit, refusal
+from .metrics.histogram import TOKEN_BOUNDS, Histogram
 from .params import SamplingParams
 from .plan import StepPlan, StepResult, unpack
 from .rank_stats import BalanceStats
@@ -97,6 +98,7 @@ class Engine:
     Attributes:
         recorder: records steps; None: nobody traces.
         balancer: moves experts; None where they stay.
+        step_tokens: steps by their rows on all ranks; those without any are not counted.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class Engine:
         self.balancer: PlanMarker | None = None
         self.num_steps = 0
         self.num_prompt_tokens = 0
+        self.step_tokens = Histogram(TOKEN_BOUNDS)
         self.recorder: StepRecorder | None = None
         self._make_text = make_text
         self._token_text = token_text
@@ -184,6 +187,8 @@ class Engine:
         if result is None:
             return ended
         self.num_steps += 1
+        if result.num_rows:
+            self.step_tokens.observe(result.num_rows)
         if recorder is not None:
             recorder.collected(result.step)
         deltas = self._deltas(self.scheduler.apply(result))

@@ -163,8 +163,9 @@ class Ready(Message, frozen=True, kw_only=True):
 class Stats(Message, frozen=True, kw_only=True):
     """State of one engine; sent at most twice a second while busy, once when it falls idle, and each second.
 
-    `num_prompt_tokens` counts chunks as they start, those that a preemption makes run again included. `balance` is None
-    where experts do not move.
+    `num_prompt_tokens` counts chunks as they start, those that a preemption makes run again included.
+    `step_tokens` counts steps by their rows on all ranks, in the buckets of `metrics.histogram.TOKEN_BOUNDS`, and
+    `num_step_tokens` those rows. `balance` is None where experts do not move.
     """
 
     num_running: int
@@ -175,6 +176,8 @@ class Stats(Message, frozen=True, kw_only=True):
     num_prompt_tokens: int = 0
     running_per_rank: tuple[int, ...] = ()
     balance: BalanceStats | None = None
+    step_tokens: tuple[int, ...] = ()
+    num_step_tokens: int = 0
 
 
 class TraceProgress(Message, frozen=True, kw_only=True):

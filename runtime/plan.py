@@ -233,13 +233,17 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The outcome of one step on all attention replicas (ranks where `atp` is 1)."""
+    """The outcome of one step on all attention replicas (ranks where `atp` is 1).
+
+    `num_rows` counts the rows of all ranks of the group.
+    """
 
     step: int
     ranks: tuple[RankResult, ...]
+    num_rows: int = 0
 
 
 def result_of_ranks(step: int, ranks: Sequence[RankResult], atp: int) -> StepResult:
     """Return the outcome of a step from what all ranks of the group say: the first of each attention replica tells."""
     assert all(result.step == step for result in ranks), (step, [result.step for result in ranks])
-    return StepResult(step=step, ranks=tuple(ranks[::atp]))
+    return StepResult(step=step, ranks=tuple(ranks[::atp]), num_rows=sum(result.num_rows for result in ranks))

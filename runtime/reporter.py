@@ -80,5 +80,7 @@ class StatsReporter:
                 for rank, counters in enumerate(self._workers.counters)
             ),
             running_per_rank=tuple(number for number in running for _ in range(atp)),
+            step_tokens=tuple(engine.step_tokens.counts),
+            num_step_tokens=int(engine.step_tokens.total),
             balance=None if engine.balancer is None else engine.balancer.stats(),
         )

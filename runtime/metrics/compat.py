@@ -14,7 +14,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from .table import BY_NAME
 
 Samples = Mapping[str, Sequence[tuple[tuple[str, ...], float]]]  # our metric -> (label values, value)
-Histograms = Mapping[str, tuple[list[tuple[str, float]], float]]  # our metric -> (buckets, sum)
+Distribution = tuple[tuple[str, ...], list[tuple[str, float]], float]  # label values, buckets, sum
+Histograms = Mapping[str, Sequence[Distribution]]  # by our metric
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,9 @@ STYLES: dict[str, Style] = {
             Alias("vllm:request_time_per_output_token_seconds", "moewe_time_per_output_token_seconds"),
             Alias("vllm:e2e_request_latency_seconds", "moewe_request_duration_seconds"),
             Alias("vllm:request_queue_time_seconds", "moewe_queue_time_seconds"),
+            Alias("vllm:request_prompt_tokens", "moewe_request_prompt_tokens"),
+            Alias("vllm:request_generation_tokens", "moewe_request_generation_tokens"),
+            Alias("vllm:iteration_tokens_total", "moewe_step_tokens"),
         ),
         replica_label="engine",
     ),
@@ -83,6 +87,8 @@ STYLES: dict[str, Style] = {
             Alias("sglang:inter_token_latency_seconds", "moewe_inter_token_latency_seconds"),
             Alias("sglang:e2e_request_latency_seconds", "moewe_request_duration_seconds"),
             Alias("sglang:queue_time_seconds", "moewe_queue_time_seconds"),
+            Alias("sglang:prompt_tokens_histogram", "moewe_request_prompt_tokens"),
+            Alias("sglang:generation_tokens_histogram", "moewe_request_generation_tokens"),
         ),
         replica_label="dp_rank",
         labels={"engine_type": "unified"},
@@ -97,7 +103,7 @@ def foreign_families(style: str, model: str, samples: Samples, histograms: Histo
         style: a key of `STYLES`.
         model: the value of the label `model_name`.
         samples: of our counters and gauges; label values in the order of the table.
-        histograms: of ours.
+        histograms: of ours; label values as in `samples`.
     """
     names = STYLES[style]
     fixed = {"model_name": model, **names.labels}
@@ -106,10 +112,12 @@ def foreign_families(style: str, model: str, samples: Samples, histograms: Histo
         labels = [*fixed, names.replica_label, *alias.relabel.values()]
         help_text = f"As {alias.ours}" + (f" / {alias.over}" if alias.over else "")
         if ours.kind == "histogram":
-            buckets, total = histograms[alias.ours]
             histogram = HistogramMetricFamily(alias.name, help_text, labels=labels)
-            histogram.add_metric([*fixed.values(), "0"], buckets, total)
-            yield histogram
+            for have, buckets, total in histograms.get(alias.ours, ()):
+                replica = dict(zip(ours.labels, have, strict=True)).get("replica", "0")
+                histogram.add_metric([*fixed.values(), replica], buckets, total)
+            if histogram.samples:
+                yield histogram
             continue
         make = CounterMetricFamily if ours.kind == "counter" else GaugeMetricFamily
         family = make(alias.name, help_text, labels=labels)

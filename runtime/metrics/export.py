@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
@@ -26,42 +25,16 @@ from prometheus_client.registry import Collector
 
 from ...telemetry import HostEnergy, peak_of
 from ..messages import Delta, Ready, Stats
-from .compat import foreign_families
+from .compat import Distribution, foreign_families
 from .cost import cost_samples
 from .dcgm import GpuReading
+from .histogram import TOKEN_BOUNDS, Histogram
 from .ranks import ReplicaMetrics
 from .table import BY_NAME
 
 REASONS = ("stop", "length", "abort", "error")
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 _REQUEST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0, 250.0, 600.0)
-
-
-class Histogram:
-    """Counts of observations under fixed bounds.
-
-    Args:
-        bounds: upper bounds, ascending.
-    """
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float, count: int = 1) -> None:
-        """Count `value`, `count` times."""
-        value = max(0.0, value)
-        self.counts[bisect_left(self.bounds, value)] += count
-        self.total += value * count
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """Return Prometheus buckets: bound and how many observations are no larger."""
-        buckets, running = [], 0
-        for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts):
-            running += count
-            buckets.append((bound, float(running)))
-        return buckets
 
 
 @dataclass
@@ -121,6 +94,8 @@ class Metrics(Collector):
             "moewe_inter_token_latency_seconds": Histogram(_TOKEN_BUCKETS),
             "moewe_request_duration_seconds": Histogram(_REQUEST_BUCKETS),
             "moewe_queue_time_seconds": Histogram(_REQUEST_BUCKETS),
+            "moewe_request_prompt_tokens": Histogram(TOKEN_BOUNDS),
+            "moewe_request_generation_tokens": Histogram(TOKEN_BOUNDS),
         }
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -162,6 +137,8 @@ class Metrics(Collector):
             self.totals.prompt_tokens += times.num_prompt_tokens
         self.totals.finished[reason] += 1
         self._histograms["moewe_request_duration_seconds"].observe((now or time.monotonic()) - times.submitted)
+        self._histograms["moewe_request_prompt_tokens"].observe(times.num_prompt_tokens)
+        self._histograms["moewe_request_generation_tokens"].observe(times.num_tokens)
         if times.num_tokens > 1 and reason in ("stop", "length"):
             mean = (times.last_token - times.first_token) / (times.num_tokens - 1)
             self._histograms["moewe_time_per_output_token_seconds"].observe(mean)
@@ -198,6 +175,15 @@ class Metrics(Collector):
         for replica in sorted(self.replicas):
             yield from self.replicas[replica].samples()
 
+    def _all_histograms(self) -> Mapping[str, list[Distribution]]:
+        found: dict[str, list[Distribution]] = {
+            name: [((), each.cumulative(), each.total)] for name, each in self._histograms.items()
+        }
+        for replica in sorted(self.replicas):
+            if (steps := self.replicas[replica].step_tokens()) is not None:
+                found.setdefault("moewe_step_tokens", []).append(((str(replica),), *steps))
+        return found
+
     def describe(self) -> Iterable[Metric]:
         """Nothing is described ahead of collection."""
         return []
@@ -219,11 +205,12 @@ class Metrics(Collector):
             values["moewe_peak_memory_bytes"] = [((), peak)]
         for name, labels, value in self._samples():
             values.setdefault(name, []).append((labels, value))
+        histograms = self._all_histograms()
         for metric in BY_NAME.values():
-            if metric.kind == "histogram":
-                histogram = self._histograms[metric.name]
-                family = HistogramMetricFamily(metric.name, metric.meaning)
-                family.add_metric([], histogram.cumulative(), histogram.total)
+            if metric.name in histograms:
+                family = HistogramMetricFamily(metric.name, metric.meaning, labels=metric.labels)
+                for labels, buckets, total in histograms[metric.name]:
+                    family.add_metric(labels, buckets, total)
                 yield family
             elif metric.name in values:
                 make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
@@ -232,5 +219,4 @@ class Metrics(Collector):
                     plain.add_metric(labels, value)
                 yield plain
         if self._compat is not None:
-            histograms = {name: (each.cumulative(), each.total) for name, each in self._histograms.items()}
             yield from foreign_families(self._compat, self._info[1], values, histograms)

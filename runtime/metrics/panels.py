@@ -96,6 +96,9 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 (f"{_rate('moewe_batch_tokens_total', 'replica', 'rank', 'phase')} / "
                  f"{_rate('moewe_steps_total', 'replica', 'rank', 'phase')}", "{{replica}}.{{rank}} {{phase}}"),
             )),
+            Panel("Rows of a step, all ranks of a replica", "short", _quantiles("moewe_step_tokens")),
+            Panel("Prompt tokens of a request", "short", _quantiles("moewe_request_prompt_tokens")),
+            Panel("Generated tokens of a request", "short", _quantiles("moewe_request_generation_tokens")),
             Panel("Running requests of a rank", "short", (
                 (f"moewe_rank_requests_running{{{_ONE}}}", "{{replica}}.{{rank}}"),
             )),

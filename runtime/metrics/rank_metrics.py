@@ -61,6 +61,12 @@ RANK_METRICS = (
         "Many `mixed` steps: prompts and decodes disturb each other.",
     ),
     Metric(
+        "moewe_step_tokens", "histogram", ("replica",), "tokens",
+        "Per step with any rows: rows on all ranks of the replica, of prompts and of decodes.",
+        "Steps of many rows take longer and read weights less often for each token; `--max-num-seqs` bounds decodes, "
+        "`--max-num-batched-tokens` prompts.",
+    ),
+    Metric(
         "moewe_batch_tokens_total", "counter", _PHASE, "tokens",
         "Rows of such steps that were the rank's own; over `moewe_steps_total` it is the mean batch.",
         "A larger mean batch reads weights less often for each token, and takes longer a step.",

@@ -29,6 +29,7 @@ from .bound import (
     judge_all,
 )
 from .dcgm import ExporterCounts, GpuReading
+from .histogram import TOKEN_BOUNDS, cumulative
 from .link_metrics import link_samples
 from .saturation import expert_imbalance, memory_bytes, s_mbu, s_mfu
 from .stats import decode_counters
@@ -269,6 +270,12 @@ class ReplicaMetrics:
             by_rank, by_slot = expert_imbalance(self._window_expert_tokens())
             yield "moewe_expert_imbalance_ratio", (replica, "rank"), by_rank
             yield "moewe_expert_imbalance_ratio", (replica, "slot"), by_slot
+
+    def step_tokens(self) -> tuple[list[tuple[str, float]], float] | None:
+        """Return buckets and sum of the rows of steps, all ranks together; None before the engine said any."""
+        if self.stats is None or not self.stats.step_tokens:
+            return None
+        return cumulative(TOKEN_BOUNDS, self.stats.step_tokens), float(self.stats.num_step_tokens)
 
     def _balance_samples(self, balance: BalanceStats) -> Iterator[Sample]:
         replica = str(self.replica)

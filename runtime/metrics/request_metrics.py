@@ -68,6 +68,16 @@ REQUEST_METRICS = (
         "Seats or KV are full: see `moewe_requests_running`, `moewe_kv_usage_ratio`; add replicas.",
     ),
     Metric(
+        "moewe_request_prompt_tokens", "histogram", (), "tokens",
+        "Per accepted prompt, when it ends, however it ended: its tokens.",
+        "Long prompts: steps take longer for all beside them; `--max-num-batched-tokens`, replicas for prompts apart.",
+    ),
+    Metric(
+        "moewe_request_generation_tokens", "histogram", (), "tokens",
+        "Per accepted prompt, when it ends, however it ended: tokens generated for it.",
+        "Long answers hold seats and KV for long: `max_tokens` of clients, `--max-model-len`.",
+    ),
+    Metric(
         "moewe_peak_memory_bytes", "gauge", (), "bytes",
         "Host memory: sum of the largest resident sets of server, engines and ranks; shared pages count for each.",
         "Near the host's memory: fewer KV blocks, lower formats, fewer replicas.",

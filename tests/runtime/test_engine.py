@@ -9,7 +9,7 @@ from moewe.runtime.deltas import logprob_entries, seed_sequence
 from moewe.runtime.engine import Engine
 from moewe.runtime.messages import Submit
 from moewe.runtime.params import SamplingParams
-from moewe.runtime.plan import FINISH_ERROR, RankPlan, RankResult, StepResult, TokenLogprobs, pack
+from moewe.runtime.plan import FINISH_ERROR, RankPlan, RankResult, StepResult, TokenLogprobs, pack, result_of_ranks
 from moewe.runtime.ranks.batch import WorkerBatch
 from moewe.runtime.scheduler import Scheduler, SequenceUpdate
 from moewe.runtime.scheduling.limits import GroupLimits, SchedulerConfig
@@ -44,7 +44,9 @@ class FakeGroup:
         self.plans.append(plan)
         for batch in self.batches if plan.header.snapshot else ():
             batch.apply(RankPlan(), snapshot=True)
-        self.results.append(StepResult(step=plan.header.step, ranks=tuple(map(self._run, self.batches, plan.ranks))))
+        ranks = tuple(map(self._run, self.batches, plan.ranks))
+        num_rows = sum(result.num_rows for result in ranks)
+        self.results.append(StepResult(step=plan.header.step, ranks=ranks, num_rows=num_rows))
         self.most_in_flight = max(self.most_in_flight, len(self.results))
 
     def _run(self, batch, plan):
@@ -115,6 +117,20 @@ def test_requests_of_all_lengths_get_all_their_tokens():
         assert told[f"r{i}"][2] == "length"
     engine.scheduler.check_invariants()
     assert engine.num_steps == len(engine.workers.plans)
+    assert engine.step_tokens.total == sum(2 * i + 1 + i for i in range(12)), "the last token is never a row"
+    assert sum(engine.step_tokens.counts) == sum(any(plan.num_rows for plan in p.ranks) for p in engine.workers.plans)
+
+
+def test_steps_are_counted_by_the_rows_of_all_ranks():
+    parts = [RankResult(step=3, num_rows=rows) for rows in (4, 3, 0, 0)]
+    result = result_of_ranks(3, parts, 2)
+    assert result.num_rows == 7 and result.ranks == (parts[0], parts[2])
+    engine = make_engine()
+    engine.add(submit("a", range(13), max_tokens=1))
+    engine.add(submit("b", range(3), max_tokens=2))
+    run(engine)
+    assert engine.step_tokens.total == 13 + 3 + 1
+    assert {2**i: n for i, n in enumerate(engine.step_tokens.counts) if n} == {16: 1, 1: 1}
 
 
 def test_what_a_door_must_have_done_is_refused():

@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from moewe.runtime.messages import Delta, Ready, Stats
 from moewe.runtime.metrics.bound import BOUNDS
-from moewe.runtime.metrics.export import Histogram, Metrics
+from moewe.runtime.metrics.export import Metrics
+from moewe.runtime.metrics.histogram import TOKEN_BOUNDS, Histogram
 from moewe.runtime.metrics.ranks import WINDOW_S, ReplicaMetrics
 from moewe.runtime.metrics.saturation import expert_imbalance, imbalance, memory_bytes
 from moewe.runtime.metrics.stats import encode_counters, rank_stats
@@ -53,7 +54,11 @@ def ready() -> Ready:
 
 def stats(steps: int) -> Stats:
     ranks = (counted(0, steps), counted(1, steps))
-    return Stats(num_running=2, num_waiting=1, num_preemptions=4, num_steps=steps, ranks=ranks, running_per_rank=(1, 1))
+    of_six = tuple(steps * (bound == 8) for bound in (*TOKEN_BOUNDS, 0))  # steps of 6 rows
+    return Stats(
+        num_running=2, num_waiting=1, num_preemptions=4, num_steps=steps, ranks=ranks, running_per_rank=(1, 1),
+        step_tokens=of_six, num_step_tokens=6 * steps,
+    )  # fmt: skip
 
 
 def scrape(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -183,6 +188,10 @@ def test_requests_are_counted_once_and_as_the_client_saw_them() -> None:
     assert values["moewe_request_duration_seconds_count", ()] == 2
     assert values["moewe_queue_time_seconds_count", ()] == 1
     assert values["moewe_queue_time_seconds_sum", ()] == pytest.approx(0.25)
+    for kind, total, bound in ("prompt", 7 + 9, "8.0"), ("generation", 3 + 0, "1.0"):
+        name = f"moewe_request_{kind}_tokens"
+        assert values[f"{name}_sum", ()] == total and values[f"{name}_count", ()] == 2
+        assert values[f"{name}_bucket", (("le", bound),)] == 1
 
 
 def test_histogram_buckets_are_cumulative_and_inclusive() -> None:
@@ -191,6 +200,20 @@ def test_histogram_buckets_are_cumulative_and_inclusive() -> None:
         histogram.observe(value)
     assert histogram.cumulative() == [("1.0", 2.0), ("2.0", 3.0), ("+Inf", 4.0)]
     assert histogram.total == 11.5
+
+
+def test_rows_of_steps_are_a_distribution_of_each_replica() -> None:
+    metrics = Metrics(version="1", model="m", topology="EP2DP2")
+    metrics.observe_stats(0, Stats(num_running=0, num_waiting=0, num_preemptions=0, num_steps=0))
+    assert not any(name.startswith("moewe_step_tokens") for name, _ in scrape(metrics)), "nobody has counted"
+    for replica in range(2):
+        metrics.observe_stats(replica, stats(4 + replica))
+    values = scrape(metrics)
+    for replica in range(2):
+        own = (("replica", str(replica)),)
+        buckets = [values["moewe_step_tokens_bucket", (("le", le), *own)] for le in ("4.0", "8.0", "+Inf")]
+        assert buckets == [0, 4 + replica, 4 + replica] == [0, *[values["moewe_step_tokens_count", own]] * 2]
+        assert values["moewe_step_tokens_sum", own] == 6 * (4 + replica)
 
 
 def test_everything_exported_is_in_the_table_with_its_labels(tmp_path: Path) -> None:

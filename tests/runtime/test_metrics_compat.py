@@ -42,6 +42,10 @@ def test_vllm_names_have_our_figures() -> None:
     assert values["vllm:time_to_first_token_seconds_count", labels(0)] == 1
     assert values["vllm:inter_token_latency_seconds_bucket", labels(0, le="+Inf")] == 2
     assert values["vllm:e2e_request_latency_seconds_count", labels(0)] == 2
+    assert values["vllm:request_prompt_tokens_sum", labels(0)] == 7 + 9
+    assert values["vllm:request_generation_tokens_bucket", labels(0, le="4.0")] == 2
+    assert values["vllm:iteration_tokens_total_sum", labels(1)] == 4 * 6
+    assert values["vllm:iteration_tokens_total_bucket", labels(0, le="8.0")] == 4
 
 
 def test_sglang_names_have_our_figures() -> None:
@@ -51,6 +55,8 @@ def test_sglang_names_have_our_figures() -> None:
     labels = (("dp_rank", "0"), *labels[1:])
     assert values["sglang:num_requests_total", labels] == 2 and values["sglang:num_aborted_requests_total", labels] == 1
     assert values["sglang:queue_time_seconds_count", labels] == 1
+    assert values["sglang:prompt_tokens_histogram_sum", labels] == 7 + 9
+    assert values["sglang:generation_tokens_histogram_sum", labels] == 3
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -75,9 +75,11 @@ def test_requests_get_their_tokens_from_all_replicas(replicas):
     assert set(ended.values()) == {"length"}
     for i in range(20):
         assert told[f"r{i}"] == list(range(10 * i + 2, 10 * i + 7 + i))
-    deadline = time.monotonic() + 10
-    while any(s.num_running or not s.num_steps for s in replicas.stats()) and time.monotonic() < deadline:
+    deadline, rows = time.monotonic() + 10, sum(2 + 4 + i for i in range(20))  # of prompts, and of all tokens but one
+    while sum(s.num_step_tokens for s in replicas.stats()) < rows and time.monotonic() < deadline:
         replicas.poll(0.1)
+    assert sum(s.num_step_tokens for s in replicas.stats()) == rows
+    assert all(0 < sum(s.step_tokens) <= s.num_steps for s in replicas.stats())
     assert all(stats.num_steps > 0 for stats in replicas.stats())
     assert [len(stats.ranks) for stats in replicas.stats()] == [2, 2]
     assert len(replicas.ready) == 2
