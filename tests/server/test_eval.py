@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
-from moewe.runtime.messages import LogprobEntry
+from moewe.models.demo import ensure_demo_checkpoint
+from moewe.runtime.messages import Delta, LogprobEntry
 from moewe.server.cli.main import main
-from moewe.server.eval.command import windows
+from moewe.server.eval.command import ANSWER_TOKENS, _ask, _table, windows
 from moewe.server.eval.needles import DEPTHS, Needle, found, make_needles
 from moewe.server.eval.scores import Place, agreement, divergence, perplexity, place_of
+from tests.support.fixtures import reference_logits, reference_model
 
 
 def entry(token: int, logprob: float, rank: int) -> LogprobEntry:
@@ -100,6 +105,34 @@ def test_an_answer_is_the_first_number(text: str, right: bool) -> None:
     assert found(Needle(100, 0.5, (), "1234"), text) == right
 
 
+class Answering:
+    """A session that knows the numbers of some needles, and tells of all at once, the last first, in two pieces."""
+
+    def __init__(self, right: list[bool], needles: list[Needle]) -> None:
+        self.answers = {
+            needle.prompt: f" {needle.answer}." if known else " 0."
+            for needle, known in zip(needles, right, strict=True)
+        }
+
+    def stream(self, prompts: list[tuple[int, ...]], params: list[Any]) -> Iterator[tuple[int, Delta]]:
+        assert {each.max_tokens for each in params} == {ANSWER_TOKENS} and len(params) == len(prompts)
+        for piece, reason in (slice(0, 3), None), (slice(3, None), "length"):
+            for index in reversed(range(len(prompts))):
+                text = self.answers[prompts[index]][piece]
+                yield index, Delta(request_id=str(index), text=text, finish_reason=reason)
+
+
+def test_each_answer_counts_for_its_own_length_and_depth() -> None:
+    needles = make_needles(spell("." * 5000), [300, 600], trials=2, encode=spell)
+    shares = {300: (1.0, 0.0, 0.5, 0.0, 0.5), 600: (0.0, 0.5, 1.0, 1.0, 0.0)}
+    right = [trial < share * 2 for length in shares for share in shares[length] for trial in range(2)]
+    session: Any = Answering(right, needles)
+    assert _table(needles, _ask(session, needles, lambda: None)) == [
+        {"length": length, "found": dict(zip(("0.1", "0.3", "0.5", "0.7", "0.9"), of_length, strict=True))}
+        for length, of_length in shares.items()
+    ]
+
+
 def run(*words: str) -> int:
     with pytest.raises(SystemExit) as left:
         main(list(words))
@@ -124,6 +157,25 @@ def test_mistakes_are_named(words: tuple[str, ...], message: str, capsys: pytest
     assert message in error and "Traceback" not in error
 
 
+def perplexity_of_transformers(folder: Path, pieces: list[list[int]]) -> float:
+    """Return what transformers finds in fp32 on the same tokens: exp of the mean loss of all tokens but the first."""
+    losses = [
+        torch.nn.functional.cross_entropy(
+            reference_logits(folder, piece)[:-1], torch.tensor(piece[1:]), reduction="sum"
+        )
+        for piece in pieces
+    ]
+    return math.exp(float(sum(losses)) / sum(len(piece) - 1 for piece in pieces))
+
+
+def found_by_transformers(folder: Path, needle: Needle, tokenizer: Tokenizer) -> bool:
+    prompt = torch.tensor([needle.prompt])
+    said = reference_model(folder).generate(
+        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=ANSWER_TOKENS, do_sample=False
+    )
+    return found(needle, tokenizer.decode(said[0, prompt.shape[1] :].tolist()))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_demo_is_read_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,6 +191,15 @@ def test_the_demo_is_read_and_compared(tmp_path: Path, capsys: pytest.CaptureFix
     assert runs["agreement"]["top1"] > 0.99 and runs["agreement"]["kl"] < 1e-4
     assert runs["against"]["topology"].startswith("EP2DP1")
     assert runs["against"]["perplexity"] == pytest.approx(runs["model"]["perplexity"], rel=1e-3)
-    assert 1 < runs["model"]["perplexity"] < 200
-    assert set(runs["model"]["needles"][0]["found"]) == {f"{depth:g}" for depth in DEPTHS}
+    folder = ensure_demo_checkpoint()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = tokenizer.encode(text.read_text(), add_special_tokens=False).ids
+    reference = perplexity_of_transformers(folder, windows(ids[:300], 128))
+    assert runs["model"]["perplexity"] == pytest.approx(reference, rel=1e-4)
+    needles = make_needles(
+        ids, [64], trials=1, encode=lambda part: tokenizer.encode(part, add_special_tokens=False).ids
+    )
+    expected = {f"{each.depth:g}": float(found_by_transformers(folder, each, tokenizer)) for each in needles}
+    for name in ("model", "against"):
+        assert runs[name]["needles"] == [{"length": 64, "found": expected}]
     assert "same likeliest token at" in capsys.readouterr().out
