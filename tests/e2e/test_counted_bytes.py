@@ -2,7 +2,7 @@
 
 The long way (tests/support/touched.py) looks at choices, rows and storages; the counters of a run that nobody watches,
 with whole layers in one native call where that can be, must say the same. Chunked prompts, idle ranks and rows that
-leave at different times are in every run.
+leave at different times are in every run. What is compared is each component of each phase, and what went how far.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run(group: Group) -> None:
     group.run()
 
 
-def check(path: Path, setup: Setup) -> None:
+def check(path: Path, setup: Setup) -> Watched:
     """Run twice, watched and not, and compare both with the long way."""
     with Group(path, setup) as plain, Group(path, setup) as other:
         watched = Watched(other)
@@ -59,15 +59,19 @@ def check(path: Path, setup: Setup) -> None:
             expected_bytes, expected_flops = watched.bytes_of(rank), watched.flops_of(rank)
             for group in (plain, other):
                 counters = group.workers[rank].counters
-                counted, flops = counted_bytes(counters), counted_flops(counters)
+                counted = counted_bytes(counters)
                 if plain.atp > 1:  # tests/attention/test_tensor_parallel.py has what its collectives send
-                    assert counted.pop("exchange") > 0
-                elif plain.num_ranks > 1:
+                    assert sum(of_phase.pop("exchange") for of_phase in counted.values()) > 0
+                else:
                     assert counters.exchange_bytes.tolist() == watched.sent_by(rank)
-                assert counted == {name: expected_bytes[name] for name in counted}
-                assert flops == expected_flops
+                assert counted == {
+                    phase: {name: expected_bytes[phase][name] for name in found} for phase, found in counted.items()
+                }
+                assert counted_flops(counters) == expected_flops
+        assert {"prefill", "decode", "mixed"} <= set(watched.phases()) and not plain.num_preemptions
         rows = np.array([[len(ran.positions) for ran in own] for own in watched.steps])
         assert plain.atp == plain.num_ranks or not (rows == 0).all(0).any(), "no step without rows was planned"
+    return watched
 
 
 @pytest.mark.parametrize(("name", "topology"), FAMILIES)
@@ -116,6 +120,55 @@ def test_mxfp4(dtype: str, topology: str) -> None:
     check(path, Setup(topology=topology, dtype=dtype, max_chunk_tokens=7, keep_logits=False))
 
 
+DOMAINS = [
+    pytest.param("T-QW3", "EP4DP1[domains=2+2]", "auto", id="hierarchical"),
+    pytest.param("T-DS3", "EP4DP1[domains=3+1]", "auto", id="shared-rail", marks=pytest.mark.slow),
+    pytest.param("T-QW2", "EP4DP1[domains=1+3]", "all_to_all", id="all-to-all"),
+]
+
+
+@pytest.mark.parametrize(("name", "topology", "exchange"), DOMAINS)
+def test_rows_between_domains(name: str, topology: str, exchange: str) -> None:
+    setup = Setup(topology=topology, exchange=exchange, max_chunk_tokens=7, keep_logits=False)
+    watched = check(checkpoint(name), setup)
+    assert all(sum(scope) > 0 for scope in zip(*map(watched.sent_by, range(4)), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "topology"),
+    [
+        ("T-QW2", "EP2DP1[red=2]"),
+        pytest.param("T-QW3", "EP4DP1[red=4,domains=2+2]", marks=pytest.mark.slow),
+    ],
+)
+def test_redundant_slots(name: str, topology: str) -> None:
+    """An expert that stands in two slots is read in each that rows of its part of the ranks chose."""
+    watched = check(checkpoint(name), Setup(topology=topology, max_chunk_tokens=7, keep_logits=False))
+    placement = watched.group.placement
+    hits = [
+        (layer, int(placement.physical_to_logical[layer, start + slot]))
+        for rank, (start, _) in enumerate(placement.slot_ranges)
+        for layer, _, slot in watched.hit(rank, 0)
+    ]
+    assert len(hits) > len(set(hits)), "no expert was read twice"
+
+
+LINKS = [
+    pytest.param("T-QW2", "EP2DP1", "float32", id="EP2"),
+    pytest.param("T-DS3", "EP4DP1[domains=2+2]", "bfloat16", id="domains", marks=[needs_native, pytest.mark.slow]),
+]
+
+
+@pytest.mark.parametrize(("name", "topology", "dtype"), LINKS)
+def test_fp8_rows_in_two_halves(name: str, topology: str, dtype: str) -> None:
+    setup = Setup(
+        topology=topology, dtype=dtype, exchange_payload="fp8", overlap="on", max_chunk_tokens=7, keep_logits=False,
+    )  # fmt: skip
+    watched = check(checkpoint(name), setup)
+    hits = [watched.hit(rank, 0) for rank in range(watched.group.num_ranks)]
+    assert any((layer, 1 - half, slot) in hit for hit in hits for layer, half, slot in hit), "halves share no expert"
+
+
 @needs_native
 @pytest.mark.spawn
 @pytest.mark.slow
@@ -150,15 +203,16 @@ def test_processes_over_shared_memory(topology: str) -> None:
         for rank, counters in enumerate(counted):
             expected, found = watched.bytes_of(rank), counted_bytes(counters)
             if group.atp > 1:
-                assert found.pop("exchange") > 0
+                assert sum(of_phase.pop("exchange") for of_phase in found.values()) > 0
             else:  # here all ranks read what each has chosen: four bytes a choice
-                chosen = (tokens for ran in watched.steps[rank] for tokens in ran.choices.values())
-                choices = 4 * sum(len(experts) for tokens in chosen for experts in tokens)
                 stayed, sent, far = watched.sent_by(rank)
-                assert counters.exchange_bytes.tolist() == [stayed, sent + choices, far]
-                expected["exchange"] += choices
+                for phase, ran in zip(watched.phases(), watched.steps[rank], strict=True):
+                    choices = 4 * sum(len(experts) for tokens in ran.choices.values() for experts in tokens)
+                    expected[phase]["exchange"] += choices
+                    sent += choices
+                assert counters.exchange_bytes.tolist() == [stayed, sent, far]
                 assert 0 < counters.waited_seconds == pytest.approx(counters.exchange_seconds[1])
-            assert found == {name: expected[name] for name in found}
+            assert found == {phase: {name: expected[phase][name] for name in row} for phase, row in found.items()}
             assert counted_flops(counters) == watched.flops_of(rank)
             assert 0 < counters.host_seconds.sum() < counters.busy_seconds.sum()
         assert sum(counters.starved_seconds.sum() for counters in counted) > 0

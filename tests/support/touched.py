@@ -1,13 +1,13 @@
 """What ranks touch, worked out the long way: from what routers chose, which rows ran, and the tensors that they hold.
 
 Not the counters and nothing of their arithmetic: sizes are those of storages, one expert, token and row at a time, and
-operations follow from the widths in the config. A group is watched from its first step to its last.
+operations follow from the widths in the config. A group is watched from its first step to its last; the phase of a step
+follows from where its rows stand in their prompts. `sent` has the ways of rows between ranks.
 Units: bytes; operations of products, two for a multiplication and an addition.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +17,14 @@ import numpy as np
 import torch
 
 from moewe.models.config import ModelConfig
-from moewe.telemetry import COMPONENTS, SCOPES, RankCounters
+from moewe.telemetry import COMPONENTS, PHASES, SCOPES, RankCounters
 from tests.support.harness import Group
+from tests.support.sent import Wire, sent_in_layer
 
 ATTENTION = ("input_norm", "input_norm_bias", "qkv", "qkv_bias", "latent", "o", "o_bias", "q_norm", "k_norm", "sinks")
+
+
+Table = dict[str, dict[str, int]]  # phase -> component -> bytes or operations
 
 
 @dataclass
@@ -29,6 +33,7 @@ class Ran:
 
     positions: list[int]
     sequences: list[int]
+    num_prompt_rows: int
     num_sampled: int
     choices: dict[int, list[list[int]]]
 
@@ -60,6 +65,8 @@ class Watched:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.steps: list[list[Ran]] = [[] for _ in group.workers]
+        self._wire = self._make_wire()
+        self._sent: dict[int, list[list[int]]] = {}
         self._chosen: list[dict[int, list[list[int]]]] = [{} for _ in group.workers]
         for rank, worker in enumerate(group.workers):
             worker.decoder.observe_routing(partial(self._note_choice, rank))
@@ -69,69 +76,111 @@ class Watched:
         self._chosen[rank].setdefault(layer, []).extend(topk_ids.tolist())
 
     def _note_rows(self, rank: int, forward: Any, hidden: torch.Tensor, sequence_ids: np.ndarray) -> None:
-        num_sampled, choices = len(forward.sample_rows), self._chosen[rank]
-        self.steps[rank].append(Ran(forward.positions.tolist(), sequence_ids.tolist(), num_sampled, choices))
-        self._chosen[rank] = {}
+        positions, sequences = forward.positions.tolist(), sequence_ids.tolist()
+        ends = [len(self.group.outcomes[self.group._owner[sequence]].prompt) for sequence in sequences]
+        num_prompt_rows = sum(position < end for position, end in zip(positions, ends, strict=True))
+        choices, self._chosen[rank] = self._chosen[rank], {}
+        self.steps[rank].append(Ran(positions, sequences, num_prompt_rows, len(forward.sample_rows), choices))
+
+    def phases(self) -> list[str]:
+        """Return the kind of each step, over all ranks."""
+        kinds = []
+        for step in zip(*self.steps, strict=True):
+            prompts = any(ran.num_prompt_rows for ran in step)
+            decodes = any(len(ran.positions) > ran.num_prompt_rows for ran in step)
+            kinds.append("mixed" if prompts and decodes else "prefill" if prompts else "decode" if decodes else "idle")
+        return kinds
 
     # --- bytes -------------------------------------------------------------------------------------------------------
-    def bytes_of(self, rank: int) -> dict[str, int]:
-        """Return what a rank read and wrote, by component, the exchange of experts included."""
-        moved: Counter[str] = Counter(dict.fromkeys(COMPONENTS, 0))
-        weights = self.group.workers[rank].decoder._weights
-        for number, ran in enumerate(self.steps[rank]):
-            own_rows = self._own_rows(rank, ran)
+    def bytes_of(self, rank: int) -> Table:
+        """Return what a rank read and wrote, the exchange of experts included."""
+        weights, table = self.group.workers[rank].decoder._weights, _nothing()
+        layers = weights.layers
+        for number, (phase, ran) in enumerate(zip(self.phases(), self.steps[rank], strict=True)):
+            moved, own_rows = table[phase], self._own_rows(rank, ran)
             if ran.positions:
-                moved["attention"] += sum(nbytes(getattr(layer, n)) for layer in weights.layers for n in ATTENTION)
+                moved["attention"] += sum(nbytes(getattr(layer, n)) for layer in layers for n in ATTENTION)
                 moved["kv"] += self._kv_bytes(rank, ran)
             if own_rows:
                 moved["dense"] += self._dense_bytes(rank) + own_rows * self._row_bytes(rank)
-                moved["activations"] += 4 * len(weights.layers) * own_rows * self._row_bytes(rank)
+                moved["activations"] += 4 * len(layers) * own_rows * self._row_bytes(rank)
                 moved["shared"] += sum(
-                    nbytes(layer.moe.shared, layer.moe.shared_gate) for layer in weights.layers if layer.moe is not None
+                    nbytes(layer.moe.shared, layer.moe.shared_gate) for layer in layers if layer.moe is not None
                 )
             if ran.num_sampled and rank % self.group.atp == 0:
                 moved["dense"] += nbytes(weights.head, weights.head_bias)
-            for layer, experts in self._hit(rank, number).items():
-                slots = self.group.placement.local_experts(rank, layer).tolist()
-                moved["routed"] += sum(self._slot_bytes(rank, layer, slots.index(expert)) for expert in experts)
-        moved["exchange"] = sum(self.sent_by(rank)[1:])
-        return dict(moved)
+            moved["routed"] += sum(self._slot_bytes(rank, layer, slot) for layer, _, slot in self.hit(rank, number))
+            moved["exchange"] += sum(self._sent_in(number)[rank][1:])
+        return table
 
     def sent_by(self, rank: int) -> list[int]:
-        """Return bytes sent by scope, one domain: a row goes once to a rank, an answer for every choice comes back."""
-        sent, owner_of = [0] * len(SCOPES), self._owner_of()
-        for number in range(len(self.steps[rank])):
-            for source, ran in enumerate(own[number] for own in self.steps):
-                for layer, tokens in ran.choices.items():
-                    for experts in tokens:
-                        owners = [owner_of[layer, expert] for expert in experts if expert >= 0]
-                        if source == rank:
-                            for owner in set(owners):
-                                sent[owner != rank] += self._row_bytes(rank)
-                        sent[source != rank] += owners.count(rank) * self._row_bytes(rank)
-        return sent if len(self.steps) > 1 else [0] * len(SCOPES)
+        """Return bytes sent by scope."""
+        steps = [self._sent_in(number)[rank] for number in range(len(self.steps[rank]))]
+        return [sum(step[scope] for step in steps) for scope in range(len(SCOPES))]
 
-    def _owner_of(self) -> dict[tuple[int, int], int]:
-        placement = self.group.placement
+    def hit(self, rank: int, number: int) -> set[tuple[int, int, int]]:
+        """Return MoE layer, half and slot (of the rank) that anybody's rows chose in a step; halves read each anew."""
+        start, stop = self.group.placement.slot_ranges[rank]
         return {
-            (layer, expert): rank
-            for layer in range(placement.num_layers)
-            for rank in range(placement.num_ranks)
-            for expert in placement.local_experts(rank, layer).tolist()
+            (layer, half, slot - start)
+            for layer, half, _, slots in self._choices(number)
+            for slot in slots
+            if start <= slot < stop
         }
+
+    def _choices(self, number: int) -> Iterator[tuple[int, int, int, list[int]]]:
+        """Yield MoE layer, half, rank and slots of each row of a step; one in the middle is of a rank's first half."""
+        is_halved = self.group.steps[number].overlap == "halves"
+        for source, own in enumerate(self.steps):
+            for layer, tokens in own[number].choices.items():
+                for row, experts in enumerate(tokens):
+                    half = int(is_halved and row >= (len(tokens) + 1) // 2)
+                    yield layer, half, source, [self._slot(source, layer, e) for e in experts if e >= 0]
+
+    def _slot(self, source: int, layer: int, expert: int) -> int:
+        """The slot that rows of a rank use for an expert: of those that hold it, one that is nearest."""
+        placement, wire = self.group.placement, self._wire
+        slot = int(placement.slot_of[layer, source, expert])
+        holders = np.flatnonzero(placement.physical_to_logical[layer] == expert).tolist()
+        scopes = {holder: wire.scope(source, int(placement.slot_rank[holder])) for holder in holders}
+        assert scopes[slot] == min(scopes.values()), (source, layer, expert, slot, scopes)
+        return slot
+
+    def _sent_in(self, number: int) -> list[list[int]]:
+        """Bytes of a step by rank and scope: each half of each MoE layer is an exchange, on ranks without rows too."""
+        if number not in self._sent:
+            placement, ranks = self.group.placement, range(len(self.steps))
+            halves = 2 if self.group.steps[number].overlap == "halves" else 1
+            owners: dict[tuple[int, int], list[list[list[int]]]] = {
+                (layer, half): [[] for _ in ranks] for layer in range(placement.num_layers) for half in range(halves)
+            }
+            for layer, half, source, slots in self._choices(number):
+                owners[layer, half][source].append([int(placement.slot_rank[slot]) for slot in slots])
+            parts = [sent_in_layer(self._wire, part) for part in owners.values()]
+            self._sent[number] = [
+                [sum(part[rank][scope] for part in parts) for scope in range(len(SCOPES))] for rank in ranks
+            ]
+        return self._sent[number]
+
+    def _make_wire(self) -> Wire:
+        worker, setup = self.group.workers[0], self.group.setup
+        row_bytes, width = self._row_bytes(0), worker.model_config.hidden_size
+        domain_of = self.group.placement.rank_domain.tolist()
+        return Wire(
+            exchange=worker.decoder._exchange.name,
+            row_bytes=row_bytes,
+            written_bytes=width + 4 * -(-width // 128) if setup.exchange_payload == "fp8" else row_bytes,
+            top_k=self.group.top_k,
+            domains=tuple(
+                tuple(rank for rank, domain in enumerate(domain_of) if domain == number)
+                for number in range(max(domain_of) + 1)
+            ),
+        )
 
     def _own_rows(self, rank: int, ran: Ran) -> int:
         """Rows between attentions: those of one rank, or its part where ranks divide heads."""
         atp, rows = self.group.atp, len(ran.positions)
         return rows // atp + (rank % atp < rows % atp)
-
-    def _hit(self, rank: int, number: int) -> dict[int, set[int]]:
-        """Experts of a rank that anybody's rows chose in a step, by MoE layer."""
-        owner_of, hit = self._owner_of(), defaultdict(set)
-        for own in self.steps:
-            for layer, tokens in own[number].choices.items():
-                hit[layer] |= {e for experts in tokens for e in experts if e >= 0 and owner_of[layer, e] == rank}
-        return hit
 
     def _slot_bytes(self, rank: int, layer: int, slot: int) -> int:
         experts = [
@@ -175,15 +224,15 @@ class Watched:
         return total
 
     # --- operations --------------------------------------------------------------------------------------------------
-    def flops_of(self, rank: int) -> dict[str, int]:
-        """Return the operations of a rank's products, by component."""
+    def flops_of(self, rank: int) -> Table:
+        """Return the operations of a rank's products."""
         worker = self.group.workers[rank]
         config, own = worker.model_config, worker._own_config
         moe, width = config.moe, config.hidden_size
-        flops: Counter[str] = Counter(dict.fromkeys(COMPONENTS, 0))
-        owner_of = self._owner_of()
-        for number, ran in enumerate(self.steps[rank]):
-            rows = self._own_rows(rank, ran)
+        table = _nothing()
+        start, stop = self.group.placement.slot_ranges[rank]
+        for number, (phase, ran) in enumerate(zip(self.phases(), self.steps[rank], strict=True)):
+            flops, rows = table[phase], self._own_rows(rank, ran)
             flops["attention"] += len(ran.positions) * config.num_layers * projection_flops(own)
             flops["kv"] += self._score_flops(rank, own, ran)
             flops["dense"] += rows * (config.num_layers - len(config.moe_layers)) * 6 * width * config.dense_width
@@ -194,12 +243,9 @@ class Watched:
             flops["dense"] += rows * len(config.moe_layers) * 2 * width * moe.routing.num_experts
             shared = 6 * width * moe.shared_width + 2 * width * moe.shared_gate
             flops["shared"] += rows * len(config.moe_layers) * shared
-            for other in self.steps:
-                for layer, tokens in other[number].choices.items():
-                    for experts in tokens:
-                        here = sum(owner_of[layer, e] == rank for e in experts if e >= 0)
-                        flops["routed"] += here * 6 * width * moe.expert_width
-        return dict(flops)
+            here = sum(start <= slot < stop for _, _, _, slots in self._choices(number) for slot in slots)
+            flops["routed"] += here * 6 * width * moe.expert_width
+        return table
 
     def _score_flops(self, rank: int, own: ModelConfig, ran: Ran) -> int:
         storage, total = self.group.workers[rank].storage, 0
@@ -238,11 +284,15 @@ def projection_flops(config: ModelConfig) -> int:
     return 2 * numbers
 
 
-def counted_bytes(counters: RankCounters) -> dict[str, int]:
-    """Return what a rank counted over all phases, by component."""
-    return dict(zip(COMPONENTS, counters.bytes_moved.sum(0).tolist()))
+def counted_bytes(counters: RankCounters) -> Table:
+    """Return what a rank counted."""
+    return {phase: dict(zip(COMPONENTS, row)) for phase, row in zip(PHASES, counters.bytes_moved.tolist())}
 
 
-def counted_flops(counters: RankCounters) -> dict[str, float]:
-    """Return the operations that a rank counted over all phases, by component."""
-    return dict(zip(COMPONENTS, counters.flops.sum(0).tolist()))
+def counted_flops(counters: RankCounters) -> Table:
+    """Return the operations that a rank counted."""
+    return {phase: dict(zip(COMPONENTS, row)) for phase, row in zip(PHASES, counters.flops.tolist())}
+
+
+def _nothing() -> Table:
+    return {phase: dict.fromkeys(COMPONENTS, 0) for phase in PHASES}
