@@ -63,6 +63,6 @@ def test_totals_over_two_replicas_are_monotone_and_right() -> None:
         assert last["moewe_steps_total", labels] > 0, "both replicas worked"
     names = {name for _, labels in last for name, _ in labels}
     assert names <= {
-        "replica", "rank", "phase", "component", "scope", "kind", "format", "part", "reason", "status", "le", "by", "version",
-        "model", "topology",
+        "replica", "rank", "phase", "component", "scope", "kind", "format", "part", "reason", "status", "le", "by",
+        "version", "model", "topology",
     }  # fmt: skip
