@@ -75,13 +75,14 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_balance, "expert_layer_seconds", fullest_rank)
 
 
-RANKS = ["threads", pytest.param("processes", marks=[pytest.mark.spawn, pytest.mark.slow, pytest.mark.timeout(300)])]
+RANKS = ["threads", pytest.param("processes", marks=[pytest.mark.spawn, pytest.mark.timeout(300)])]
 
 
 @needs_native
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("topology", ["EP2DP1", pytest.param("EP4DP1[red=2]", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("topology", ["EP2DP1", "EP4DP1[red=2]"])
 def test_experts_move_while_serving_and_tokens_stay(topology: str, ranks: str) -> None:
     (expected,), nothing = run("EP1DP1")
     assert nothing is None
