@@ -158,6 +158,9 @@ class ExpertSize:
     flops: float
 
 
+Amounts = float | np.ndarray  # of one product, or of each of many
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertSpeed:
     """Experts of one layer on one rank as they really run: the seconds of weights and of rows add up.
@@ -170,9 +173,22 @@ class ExpertSpeed:
     byte_s: float
     flop_s: float
 
-    def seconds(self, num_bytes: float, flops: float) -> float:
+    def seconds(self, num_bytes: Amounts, flops: Amounts) -> Amounts:
         """Return how long experts of so many bytes take for rows of so many operations."""
         return num_bytes * self.byte_s + flops * self.flop_s
+
+
+def product_seconds(num_bytes: Amounts, flops: Amounts, ceilings: Ceilings, experts: ExpertSpeed | None) -> Amounts:
+    """Return how long products take that read so many bytes of weights and do so many operations, one by one.
+
+    Args:
+        num_bytes, flops: of each product.
+        ceilings: of the rank: the longer of both counts.
+        experts: how fast experts really run; None: as the ceilings say.
+    """
+    if experts is not None:
+        return experts.seconds(num_bytes, flops)
+    return np.maximum(num_bytes / ceilings.memory_bandwidth, flops / ceilings.flops)
 
 
 def expert_layer_seconds(
@@ -204,17 +220,13 @@ def expert_layer_seconds(
     link = (near / ceilings.within.bandwidth + far / ceilings.between.bandwidth) * EXCHANGES_A_LAYER * size.row_bytes
     latency = ceilings.between.latency if (far > 0).any() else ceilings.within.latency
     waiting = EXCHANGES_A_LAYER * latency if num_ranks > 1 else 0.0
-    if experts is None:
-        expert_s, row_s = size.expert_bytes / ceilings.memory_bandwidth, size.flops / ceilings.flops
-    else:
-        expert_s, row_s = size.expert_bytes * experts.byte_s, size.flops * experts.flop_s
-    joined = np.maximum if experts is None else np.add
 
     def seconds(rows: np.ndarray) -> float:
         assert rows.shape == (num_slots,), (rows.shape, num_slots)
         hit = np.bincount(owner, -np.expm1(-rows), num_ranks)
         of_rank = np.bincount(owner, rows, num_ranks)
-        return float((joined(hit * expert_s, of_rank * row_s) + of_rank * link).max()) + waiting
+        products = product_seconds(hit * size.expert_bytes, of_rank * size.flops, ceilings, experts)
+        return float((products + of_rank * link).max()) + waiting
 
     return seconds
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .cost import Ceilings, Link, expected_hit
+from .cost import Ceilings, Link, expected_hit, product_seconds
 from .exchange_choice import OVER_LINKS, ExchangeFacts, exchanges_to_join
 from .exchange_cost import MeasuredLinks, rows_sent
 from .footprint import ModelFootprint
@@ -138,9 +138,12 @@ def layer_seconds(exchange: str, parts: Sequence[int], facts: OverlapFacts) -> f
     assert load is not None
     slots = (load.num_experts + facts.grid.topology.red) / facts.grid.topology.ep
 
+    def products(num_bytes: float, flops: float) -> float:
+        return float(product_seconds(num_bytes, flops, facts.ceilings, facts.measured.experts))
+
     def experts(rows: int) -> float:
         hit = expected_hit(load.top_k / load.num_experts, rows * facts.grid.topology.ep)
-        return _products(slots * hit * load.expert_bytes, rows * load.top_k * load.expert_flops, facts)
+        return products(slots * hit * load.expert_bytes, rows * load.top_k * load.expert_flops)
 
     # A room of fixed size needs no counts; else they cross first, those of all parts at a time.
     counted = 0.0 if exchange == "padded" else way.latency
@@ -152,7 +155,7 @@ def layer_seconds(exchange: str, parts: Sequence[int], facts: OverlapFacts) -> f
         link_free = max(link_free, computed) + travelling
         arrivals.append(link_free + way.latency)
     shared_flops = sum(parts) * load.shared_bytes / load.expert_bytes * load.expert_flops
-    computed = max(computed, counted) + _products(load.shared_bytes, shared_flops, facts)
+    computed = max(computed, counted) + products(load.shared_bytes, shared_flops)
     for rows, part, arrival in zip(parts, sent, arrivals, strict=True):
         working, travelling = way.seconds(part.near_back * load.row_bytes, part.far_back * load.row_bytes)
         computed = max(computed, arrival) + experts(rows) + way.part_s + working
@@ -198,10 +201,3 @@ def _way(exchange: str, facts: OverlapFacts) -> _Way:
     byte_s = 1 / link.bandwidth
     near_s = 0.0 if facts.grid.spans_domains else byte_s
     return _Way(part_s=facts.part_seconds, latency=link.latency, near_s=near_s, far_s=byte_s, hidden=1.0)
-
-
-def _products(num_bytes: float, flops: float, facts: OverlapFacts) -> float:
-    """Return how long products take that read so many bytes of weights."""
-    if facts.measured.experts is not None:
-        return facts.measured.experts.seconds(num_bytes, flops)
-    return max(num_bytes / facts.ceilings.memory_bandwidth, flops / facts.ceilings.flops)
