@@ -8,7 +8,7 @@ fused ones part by part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ..attention.tensor_parallel import HeadShare
 from ..kvcache.groups import CacheGroup
@@ -72,28 +72,34 @@ def model_footprint(
     if scheme is not None:
         head.pop(HEAD, None)
         head_copy = head_scheme().num_bytes(config.vocab_size, config.hidden_size)
-    attention, dense, routers, shared, experts = _attention(config), [whole], [], [], []
-    for layer in range(config.num_layers):
-        dense.append(ffn_norm_parameters(config))
-        if moe is None or not config.is_moe(layer):
-            dense.append(dense_parameters(config, layer))
-            continue
-        routers.append(router_parameters(config, moe))
-        shared.append(shared_parameters(config, moe, layer))
-        experts.append(expert_parameters(config, moe, layer))
+    # Layer by layer, and none is kept: whoever wrote the config says how many there are.
+    attention_bytes, dense_bytes, shared_bytes, expert_bytes = 0, size(whole), 0, 0
+    touched, expert_numbers = config.vocab_size * config.hidden_size + matrix_numbers(whole), 0
     top_k = moe.routing.top_k if moe else 0
-    touched = sum(map(matrix_numbers, attention + dense + routers + shared))
-    touched += top_k * sum(map(matrix_numbers, experts)) + config.vocab_size * config.hidden_size
+    for layer in range(config.num_layers):
+        attention, dense = attention_parameters(config, layer), ffn_norm_parameters(config)
+        shared, expert = Parameters(), Parameters()
+        if moe is None or not config.is_moe(layer):
+            dense |= dense_parameters(config, layer)
+        else:
+            dense |= router_parameters(config, moe)
+            shared, expert = shared_parameters(config, moe, layer), expert_parameters(config, moe, layer)
+        attention_bytes += size(attention)
+        dense_bytes += size(dense)
+        shared_bytes += size(shared)
+        expert_bytes = max(expert_bytes, size(expert))
+        expert_numbers = max(expert_numbers, matrix_numbers(expert))
+        touched += sum(map(matrix_numbers, (attention, dense, shared))) + top_k * matrix_numbers(expert)
     return ModelFootprint(
         name=name,
         num_layers=config.num_layers,
         num_moe_layers=len(config.moe_layers),
         num_experts=moe.routing.num_experts if moe else 0,
         top_k=top_k,
-        attention_bytes=sum(map(size, attention)),
-        dense_bytes=sum(map(size, dense + routers)),
-        shared_bytes=sum(map(size, shared)),
-        expert_bytes=max(map(size, experts), default=0),
+        attention_bytes=attention_bytes,
+        dense_bytes=dense_bytes,
+        shared_bytes=shared_bytes,
+        expert_bytes=expert_bytes,
         embedding_bytes=size(embedding),
         head_bytes=size(head) + head_copy,
         kv_groups=kv_groups(config, dtype=kv_dtype or held),
@@ -102,7 +108,7 @@ def model_footprint(
         max_model_len=config.max_position_embeddings,
         activation_itemsize=held.itemsize,
         flops_per_token=2 * touched,
-        expert_flops=2 * max(map(matrix_numbers, experts), default=0),
+        expert_flops=2 * expert_numbers,
         attention_shares=tuple(
             (atp, sum(size(each) for each in _attention(local_config(config, HeadShare(0, atp)))))
             for atp in possible_shares(config)
@@ -148,8 +154,8 @@ def cache_groups(config: ModelConfig, *, dtype: NumberFormat | str) -> tuple[Cac
     )
 
 
-def _attention(config: ModelConfig) -> list[Parameters]:
-    return [attention_parameters(config, layer) for layer in range(config.num_layers)]
+def _attention(config: ModelConfig) -> Iterator[Parameters]:
+    return (attention_parameters(config, layer) for layer in range(config.num_layers))
 
 
 def _kind_and_window(config: ModelConfig, layer: int) -> tuple[str, int]:

@@ -192,6 +192,13 @@ def test_damaged_configs(tmp_path: Path, name: str, data: st.DataObject) -> None
 
 
 @pytest.mark.parametrize("name", FIXTURE_NAMES)
+@pytest.mark.parametrize("num_layers", [512, 1024])
+def test_layers_by_the_hundred_cost_no_memory(tmp_path: Path, name: str, num_layers: int) -> None:
+    by_layer = dict.fromkeys({"layer_types", "no_rope_layers"} & KNOWN[name].keys())  # None: as the family has it
+    assert loaded(tmp_path, json.dumps(KNOWN[name] | by_layer | {"num_hidden_layers": num_layers})) is not None
+
+
+@pytest.mark.parametrize("name", FIXTURE_NAMES)
 def test_every_field_by_every_odd_value(tmp_path: Path, name: str) -> None:
     odd = [None, True, -1, 0, 2**63, 10**30, 1e308, "", "x", [], [[]], {}, {"a": 1}, [-1] * 9]
     for field in KNOWN[name]:
