@@ -57,8 +57,8 @@ class BlockPool:
             raise OutOfBlocks(
                 f"{counts[rank]} blocks asked for on rank {rank}, {self.num_free[rank]} of {self.num_blocks} are free"
             )
-        ids: np.ndarray = self._stack[ranks, self.num_free[ranks] - 1 - _places(ranks, counts)]
-        self._used[ranks, ids] = True
+        ids: np.ndarray = self._stack.reshape(-1)[self._tops(ranks, counts, self.num_free)]
+        self._used.reshape(-1)[ranks * self.num_blocks + ids] = True
         self.num_free -= counts
         return ids
 
@@ -67,12 +67,22 @@ class BlockPool:
         if not len(ids):
             return
         inside = int(ids.min()) >= 0 and int(ids.max()) < self.num_blocks
-        counts = np.bincount(ranks, minlength=self.num_ranks)
-        if not inside or not self._used[ranks, ids].all() or _holds_twice(ranks * self.num_blocks + ids):
+        used, places = self._used.reshape(-1), ranks * self.num_blocks + ids
+        if not inside or not used[places].all() or _holds_twice(places):
             raise ValueError(f"blocks {ids.tolist()} were freed, but not all of them are in use")
-        self._used[ranks, ids] = False
-        self._stack[ranks, self.num_free[ranks] + counts[ranks] - 1 - _places(ranks, counts)] = ids
+        used[places] = False
+        counts = np.bincount(ranks, minlength=self.num_ranks)
         self.num_free += counts
+        self._stack.reshape(-1)[self._tops(ranks, counts, self.num_free)] = ids
+
+    def _tops(self, ranks: np.ndarray, counts: np.ndarray, heights: np.ndarray) -> np.ndarray:
+        """Return where the topmost `counts` [W] entries of stacks as high as `heights` [W] are, from the top down.
+
+        `ranks` [n] are theirs, ascending; the places are those in all stacks, one after another.
+        """
+        tops = np.arange(self.num_ranks) * self.num_blocks + heights - 1
+        places: np.ndarray = (tops + counts.cumsum() - counts)[ranks] - np.arange(len(ranks))
+        return places
 
     def used_ids(self, rank: int = 0) -> np.ndarray:
         """Return the ids of `rank` given out and not returned, ascending, i32."""
@@ -95,12 +105,6 @@ class BlockPool:
             assert np.unique(free).size == free.size, f"a block of rank {rank} is free twice"
             assert not self._used[rank, free].any(), f"a block of rank {rank} is free and used"
             assert int(self._used[rank].sum()) + free.size == self.num_blocks, f"rank {rank} has lost a block"
-
-
-def _places(ranks: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the number of each entry among those of its rank, [n]; `ranks` are ascending, `counts` [W] theirs."""
-    places: np.ndarray = np.arange(len(ranks)) - (np.cumsum(counts) - counts)[ranks]
-    return places
 
 
 def _holds_twice(values: np.ndarray) -> bool:

@@ -257,7 +257,7 @@ class Scheduler:
         if came.places.size:
             self._batch.log.write(came.places, came.tokens, self._batch.requests)
         self._forget([update.request for update in came.updates if update.finish_reason is not None])
-        return results.StepUpdates(self._batch, came) if came.places.size else came.updates
+        return results.StepUpdates(self._batch, came) if came.goes_on.any() else came.updates
 
     # --- leaving -----------------------------------------------------------------------------------------------------
     def _depart(self, requests: Sequence[Request], state: RequestState) -> None:

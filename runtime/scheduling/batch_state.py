@@ -114,15 +114,15 @@ class BatchState:
             request.log, request.place = left, index
         places = places[::-1]  # what is freed last is given first
         ranks = places // self.config.max_num_seqs
-        order = np.argsort(ranks, kind="stable")
+        order = ranks.argsort(kind="stable")
         ranks, places = ranks[order], places[order]
         granted = self.granted.reshape(-1)[places]
         for group, pool in enumerate(self.pools):
             first = self.first[group].reshape(-1)[places]
             held = granted - first
-            indices = np.repeat(first, held) + counting(held)  # [n], an entry a block
-            owners = np.repeat(ranks, held)
-            pool.free(owners, self.tables[group].reshape(num_places, -1)[np.repeat(places, held), indices])
+            owners = ranks.repeat(held)  # [n], an entry a block
+            entries = (places * self.tables.shape[3] + first).repeat(held) + counting(held)
+            pool.free(owners, self.tables[group].reshape(-1)[entries])
             self.free_blocks[group] += np.bincount(owners, minlength=num_ranks)
         self.phase.reshape(-1)[places] = FREE
         self.sequence_id.reshape(-1)[places] = -1
@@ -180,7 +180,7 @@ class BatchState:
         rows[:, :, 2] = indices[:, None]
         for group, pool in enumerate(self.pools):
             ids = pool.allocate(ranks)
-            self.tables[group].reshape(len(self.requests), -1)[places, indices] = ids
+            self.tables[group].reshape(-1)[places * self.tables.shape[3] + indices] = ids
             rows[:, group, 0] = group
             rows[:, group, 3] = ids
         np.add.at(self.granted.reshape(-1), places, 1)
@@ -284,6 +284,6 @@ def split_rows(data: bytes, counts: np.ndarray, *, row_bytes: int) -> list[bytes
 
 def counting(counts: np.ndarray) -> np.ndarray:
     """Return 0, 1, .. counts[i] - 1 for each i, one after another."""
-    ends = np.cumsum(counts)
-    places: np.ndarray = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+    ends = counts.cumsum()
+    places: np.ndarray = np.arange(ends[-1] if len(ends) else 0) - (ends - counts).repeat(counts)
     return places

@@ -17,6 +17,7 @@ import numpy as np
 from ..plan import FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, RankResult, StepResult, TokenLogprobs, unpack
 from .batch_state import BatchState
 from .request import Request, SequenceUpdate
+from .token_log import NOTHING
 
 # Of FINISH_*; an error has a text of its own.
 REASONS = {FINISH_NONE: None, FINISH_STOP: "stop", FINISH_LENGTH: "length"}
@@ -31,9 +32,9 @@ class Came:
     """What a step brought.
 
     Attributes:
-        places: [n] i64, sequences that hold their slot and got one token each, which the log has to be told.
-        tokens: [n] i32, theirs.
-        goes_on: [n] bool, those of them that do not end now.
+        places: [n] i64, sequences that got one token each.
+        tokens: [n] i32, theirs, for the log to be told; NOTHING of those that have lost their slot, or went wrong.
+        goes_on: [n] bool, those that hold their slot and do not end now.
         updates: of those that end, which have to be forgotten yet, and of all others.
     """
 
@@ -138,8 +139,11 @@ def _read_plain(
         if not current and flag != FINISH_ERROR:
             request.append([token])
         updates.append(_update(request, [token], flag, ()))
-    logged = is_current & (flags != FINISH_ERROR)
-    return Came(places=places[logged], tokens=tokens[logged], goes_on=goes_on[logged], updates=updates)
+    elsewhere = at[~is_current[at] | (flags[at] == FINISH_ERROR)]
+    if elsewhere.size:
+        tokens = tokens.copy()
+        tokens[elsewhere] = NOTHING
+    return Came(places=places, tokens=tokens, goes_on=goes_on, updates=updates)
 
 
 def _read_rank(

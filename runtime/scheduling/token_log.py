@@ -46,7 +46,10 @@ class TokenLog:
         self._since[places] = self._clock
 
     def write(self, places: np.ndarray, tokens: np.ndarray, owners: Sequence[TokenOwner | None]) -> None:
-        """Book a token of each of `places`, all different; `owners` are those of all places, None where it is free."""
+        """Book a token, or NOTHING, of each of `places`, all different.
+
+        `owners` are those of all places, None where it is free.
+        """
         row = self._recent[self._clock % WIDTH]
         row.fill(NOTHING)
         row[places] = tokens
