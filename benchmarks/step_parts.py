@@ -91,7 +91,6 @@ def mark_engine(marks: Marks) -> None:
     from moewe.runtime.ranks.step_inputs import InputBuilder
     from moewe.runtime.scheduler import Scheduler
     from moewe.runtime.worker import Worker
-    from moewe.telemetry import RankCounters
 
     for owner, name, part in (
         (Scheduler, "schedule", "plan"), (Workers, "submit", "send plan"), (Workers, "_read", "read result"),
@@ -101,7 +100,7 @@ def mark_engine(marks: Marks) -> None:
         (Decoder, "forward", "around layers"), (Decoder, "step_logits", "around head"), (Worker, "_judge", "judge"),
         (WorkerBatch, "commit", "book rows"), (Worker, "run", "the rest of run"),
         (worker_main, "_send_alive", "send result"),
-        (PassCounter, "count", "counting"), (RankCounters, "add_exchange", "counting"),
+        (PassCounter, "count", "counting"), (PassCounter, "count_logits", "counting"),
         (CounterReports, "after_step", "counting"),
     ):  # fmt: skip
         marks.patch(owner, name, part)

@@ -104,7 +104,7 @@ class Decoder:
         ranks: TensorParallelGroup | None = None,
     ) -> None:
         self._config, self._weights, self._exchange, self._ranks = config, weights, exchange, ranks
-        self._counters, self._progress = counters, progress
+        self._progress = progress
         self._rotary = Rotary(config.rotary, weights.embedding.device)
         self._final_norm = Norm(config, weights.final_norm, weights.final_norm_bias)
         self._layers: list[_Layer] = []
@@ -361,10 +361,9 @@ class Decoder:
             batch.input_ids.shape[0],
             batch.attention,
             storage.groups,
+            self._exchange.take_traffic(),
             native.tokens_per_slot if native is not None and native.whole and not self._is_observed else None,
         )
-        traffic = self._exchange.take_traffic()
-        self._counters.add_exchange(traffic.num_bytes, traffic.seconds, traffic.waited_seconds)
 
 
 def _attended(marks: StepMarks | None, layer: int, positions: RowPositions | None) -> None:

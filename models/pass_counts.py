@@ -1,9 +1,9 @@
 """What a pass through a decoder reads, writes and multiplies, for the counters of its rank: exact, of what really ran.
 
-Not the counters (telemetry/counters.py) and no measurement. What weights weigh is added up once; a pass costs one look
-at rows per slot and a dozen additions, whatever the number of layers and experts. Not counted: what a part of a layer
-keeps in cache between its products, copies that a format is dequantised to where there is no kernel, tables of
-positions and of placement.
+Not the counters (telemetry/counters.py) and no measurement. What weights weigh is added up once; a pass costs a copy of
+rows per slot and a note of its numbers, later a dozen additions, whatever the number of layers and experts. Not
+counted: what a part of a layer keeps in cache between its products, copies that a format is dequantised to where there
+is no kernel, tables of positions and of placement.
 Units: bytes as held; operations of products, where a multiplication and an addition are two. T rows of this rank, S
 rows whose logits are wanted, D width.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,19 +21,34 @@ import torch
 from ..attention.batch import AttentionBatch
 from ..kvcache.groups import CacheGroup
 from ..moe.layer import MoELayer
-from ..moe.layer_counts import PassCounts
+from ..moe.layer_counts import PassCounts, SlotCounts
+from ..moe.wide_ep.exchanges.traffic import Traffic
 from ..quant import PackedTensor, QuantTensor, num_bytes
-from ..telemetry import RankCounters
+from ..telemetry import PHASES, RankCounters
 from .config import ModelConfig
 from .weights import LayerWeights, ModelWeights, held_bytes
 
 # Of a `LayerWeights`: what is not read by its attention.
 _FFN_FIELDS = ("post_attention_norm", "post_attention_norm_bias", "dense", "moe")
+_MOST_PUT_OFF = 64  # passes
 _STREAM_PASSES = 4  # the residual stream is read and written around each half of a layer
 
 
+class _Pass(NamedTuple):
+    """What is left to count of a pass: `seen` are tokens read and pairs scored, an entry a cache group."""
+
+    phase: int
+    num_rows: int
+    row_bytes: int
+    num_attended: int
+    groups: Sequence[CacheGroup]
+    seen: list[tuple[int, int]]
+    traffic: Traffic
+    slots: SlotCounts | None
+
+
 class PassCounter:
-    """Counts the passes of one decoder.
+    """Counts the passes of one decoder: notes what ran, and adds it up when the counters are settled.
 
     Args:
         config: of the model, or of this rank's share of its heads.
@@ -57,6 +73,9 @@ class PassCounter:
         self._stream_passes = _STREAM_PASSES * len(weights.layers)
         self._head_bytes = num_bytes(weights.head, weights.head_bias)
         self._head_flops = flops_per_row(weights.head)
+        self._passes: list[_Pass] = []
+        self._heads, self._logits = [0] * len(PHASES), [0] * len(PHASES)
+        counters.put_off = self._settle
 
     def count(
         self,
@@ -64,38 +83,65 @@ class PassCounter:
         num_attended: int,
         batches: Sequence[AttentionBatch],
         groups: Sequence[CacheGroup],
+        traffic: Traffic,
         tokens_per_slot: np.ndarray | None = None,
     ) -> None:
-        """Count one pass, without its logits and without what an exchange moved.
+        """Count one pass, without its logits.
 
         Args:
             rows: [T, D], this rank's own, as embedding rows come and as the residual stream goes.
             num_attended: rows that went through its attention; more than T where ranks divide heads.
             batches: of these rows, one a cache group.
             groups: the cache groups.
-            tokens_per_slot: [L_moe, S] i64, rows that reached each expert slot; None takes what the MoE layers left.
+            traffic: of the exchange.
+            tokens_per_slot: [L_moe, S] i64, rows that reached each expert slot, which the next pass may overwrite; None
+                takes what the MoE layers left.
         """
-        counters, num_rows = self._counters, rows.shape[0]
+        slots = None
         if self._moe is not None:
-            self._moe.add(counters, num_rows=num_rows, tokens_per_slot=tokens_per_slot)
-        if num_attended:
-            counters.add_bytes("attention", self._attention_bytes)
-            counters.add_flops("attention", num_attended * self._attention_flops)
-            for group, batch in zip(groups, batches, strict=True):
-                counters.add_bytes("kv", (batch.kv_tokens_read + num_attended) * group.bytes_per_token())
-                width = len(group.layers) * (group.head_dim + group.value_dim)
-                counters.add_flops("kv", 2 * batch.pairs_scored * self._num_heads * width)
-        if num_rows:
-            row_bytes = num_bytes(rows)
-            counters.add_bytes("dense", self._dense_bytes + row_bytes)  # a row of the embedding for each
-            counters.add_flops("dense", num_rows * self._dense_flops)
-            counters.add_bytes("activations", self._stream_passes * row_bytes)
+            slots = self._moe.left() if tokens_per_slot is None else SlotCounts(tokens_per_slot.copy())
+        seen = [(batch.kv_tokens_read, batch.pairs_scored) for batch in batches]
+        self._passes.append(
+            _Pass(self._counters.phase, rows.shape[0], rows.nbytes, num_attended, groups, seen, traffic, slots)
+        )
+        if len(self._passes) >= _MOST_PUT_OFF:
+            self._settle()
 
     def count_logits(self, num_rows: int) -> None:
         """Count the product of S rows with the head."""
+        self._logits[self._counters.phase] += num_rows
+        self._heads[self._counters.phase] += num_rows > 0
+
+    def _settle(self) -> None:
+        counters, phase = self._counters, self._counters.phase
+        passes, self._passes = self._passes, []
+        for each in passes:
+            counters.phase = each.phase
+            self._add(each)
+        for counters.phase, (heads, num_rows) in enumerate(zip(self._heads, self._logits, strict=True)):
+            counters.add_bytes("dense", heads * self._head_bytes)
+            counters.add_flops("dense", num_rows * self._head_flops)
+        self._heads, self._logits = [0] * len(PHASES), [0] * len(PHASES)
+        counters.phase = phase
+
+    def _add(self, counted: _Pass) -> None:
+        counters, num_rows, num_attended = self._counters, counted.num_rows, counted.num_attended
+        traffic = counted.traffic
+        counters.add_exchange(traffic.num_bytes, traffic.seconds, traffic.waited_seconds)
+        if self._moe is not None and counted.slots is not None:
+            self._moe.add(counters, counted.slots, num_rows=num_rows)
+        if num_attended:
+            counters.add_bytes("attention", self._attention_bytes)
+            counters.add_flops("attention", num_attended * self._attention_flops)
+            for group, (read, pairs) in zip(counted.groups, counted.seen, strict=True):
+                counters.add_bytes("kv", (read + num_attended) * group.bytes_per_token())
+                width = len(group.layers) * (group.head_dim + group.value_dim)
+                counters.add_flops("kv", 2 * pairs * self._num_heads * width)
         if num_rows:
-            self._counters.add_bytes("dense", self._head_bytes)
-            self._counters.add_flops("dense", num_rows * self._head_flops)
+            row_bytes = counted.row_bytes
+            counters.add_bytes("dense", self._dense_bytes + row_bytes)  # a row of the embedding for each
+            counters.add_flops("dense", num_rows * self._dense_flops)
+            counters.add_bytes("activations", self._stream_passes * row_bytes)
 
 
 def flops_per_row(node: object) -> int:

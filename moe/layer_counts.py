@@ -7,12 +7,25 @@ Letters: L_moe MoE layers, S slots of this rank. Units: bytes as held; operation
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..telemetry import RankCounters
 from .layer import MoELayer
+
+
+class SlotCounts(NamedTuple):
+    """Of all MoE layers in one pass.
+
+    Attributes:
+        tokens_per_slot: [L_moe, S] i64, rows that reached each slot.
+        read_again: [L_moe], slots whose weights were read a second time; None where none were.
+    """
+
+    tokens_per_slot: np.ndarray
+    read_again: np.ndarray | None = None
 
 
 class PassCounts:
@@ -31,23 +44,20 @@ class PassCounts:
         self._router_flops = sum(layer.router_flops for layer in layers)
         self._shared_flops = sum(layer.shared_flops for layer in layers)
 
-    def add(self, counters: RankCounters, *, num_rows: int, tokens_per_slot: np.ndarray | None = None) -> None:
-        """Count one pass.
+    def left(self) -> SlotCounts:
+        """Return what the last call of each layer left. Where that is on a GPU the host waits for it here."""
+        return SlotCounts(
+            torch.stack([layer.tokens_per_slot for layer in self._layers]).cpu().numpy(),
+            torch.stack([layer.read_again for layer in self._layers]).cpu().numpy(),
+        )
 
-        Args:
-            counters: of the rank.
-            num_rows: this rank's own, which went through routers and shared experts.
-            tokens_per_slot: [L_moe, S] i64, rows that reached each slot; None takes what the last call of each layer
-                left. Where that is on a GPU the host waits for it here, once a pass.
-        """
-        again = None
-        if tokens_per_slot is None:
-            tokens_per_slot = torch.stack([layer.tokens_per_slot for layer in self._layers]).cpu().numpy()
-            again = torch.stack([layer.read_again for layer in self._layers]).cpu().numpy()
+    def add(self, counters: RankCounters, counts: SlotCounts, *, num_rows: int) -> None:
+        """Count one pass, in which `num_rows` of this rank's own went through routers and shared experts."""
+        tokens_per_slot = counts.tokens_per_slot
         counters.add_expert_tokens(tokens_per_slot)
         slots_hit = np.add.reduce(tokens_per_slot != 0, axis=1)
-        if again is not None:
-            slots_hit += again
+        if counts.read_again is not None:
+            slots_hit += counts.read_again
         counters.add_bytes("routed", int(slots_hit @ self._bytes_per_slot))
         counters.add_flops("routed", float(tokens_per_slot.sum(axis=1) @ self._flops_per_row))
         if num_rows:

@@ -116,9 +116,9 @@ class Worker:
         )
         self.kv_format = parse_kv_format(config.cache.kv_cache_dtype, self.number_format)
         self.device = torch.device(config.parallel.device)
-        self.counters = RankCounters(len(self.model_config.moe_layers), placement.num_local_slots(rank))
-        self._clock = StepClock(self.counters)
-        self._reports = CounterReports(self.counters)
+        self._counters = RankCounters(len(self.model_config.moe_layers), placement.num_local_slots(rank))
+        self._clock = StepClock(self._counters)
+        self._reports = CounterReports(self._counters)
         self.observer: Observer | None = None
         self.routing_log: RoutingLog | None = None
         self.moves: RankMoves | None = None
@@ -178,7 +178,7 @@ class Worker:
             placement=self._placement,
             rank=self.rank,
             exchange=self._exchange,
-            counters=self.counters,
+            counters=self._counters,
             progress=self._progress,
             ranks=self._ranks,
         )
@@ -269,7 +269,7 @@ class Worker:
                 f"but the plan counts {plan.num_decodes}"
             )
         num_rows = self._share.num_own(rows.num_rows)
-        self.counters.begin_step(header.kind, num_rows)
+        self._counters.begin_step(header.kind, num_rows)
         inputs = self._inputs.of(rows)
         forward = inputs.forward
         self._clock.inputs_ready()
@@ -290,7 +290,7 @@ class Worker:
         kept = self.batch.commit(rows, chosen, None if all_well else healthy)
         outcome = self._outcome(rows, chosen, kept, None if all_well else healthy)
         if self._ranks is not None:
-            self.counters.add_exchange(*self._ranks.take())
+            self._counters.add_exchange(*self._ranks.take())
         none_ended = not outcome.flags.any()
         goes_on = (none_ended and bool(rows.sample_slots.size)) or bool(self.batch.num_running)
         busy = self._clock.end(goes_on=goes_on)
@@ -334,6 +334,12 @@ class Worker:
             logprobs = chosen_logprobs(self.batch, rows, logits, torch.from_numpy(chosen).to(self.device), healthy)
         self._clock.mark(SAMPLING)
         return Choice(tokens=chosen, healthy=healthy, logprobs=logprobs, prompt_logprobs=on_prompts)
+
+    @property
+    def counters(self) -> RankCounters:
+        """Of this rank, for its own thread."""
+        self._counters.settle()
+        return self._counters
 
     def late_counters(self) -> bytes:
         """Return the counters when some of them have not gone out with a result; else nothing."""
@@ -384,6 +390,6 @@ class Worker:
         self.batch.apply(RankPlan(), snapshot=True)
         for group, blocks in enumerate(used):
             self.storage.zero_blocks(range(blocks), group)
-        self.counters.clear()
-        self._clock = StepClock(self.counters)  # so that waiting for the first request is not waiting for a plan
+        self._counters.clear()
+        self._clock = StepClock(self._counters)  # so that waiting for the first request is not waiting for a plan
         self._reports.forget()

@@ -1,7 +1,9 @@
 """Counters that anyone may increment: bytes, operations, time and tokens of one rank, by phase and component.
 
 Not an exporter and not a model of the hardware: numbers go in here and are read elsewhere. Counting is a handful of
-additions a step, whatever E and L are: what weights weigh is added up once, when they are loaded.
+additions a step, whatever E and L are: what weights weigh is added up once, when they are loaded. Whoever counts may
+put additions off, too, until somebody asks: between two steps no code is in a cache, and many in a row cost what one
+does.
 Units: bytes, floating-point operations (a multiplication and an addition are two), seconds, tokens. Arrays:
 `bytes_moved` i64 and `flops` f64 [phase, component], `expert_tokens` and of it `expert_decode_tokens` [L_moe, P_local]
 i64, `exchange_bytes` i64 and `exchange_seconds` f64 [scope]; seconds of steps f64 [phase].
@@ -9,7 +11,7 @@ i64, `exchange_bytes` i64 and `exchange_seconds` f64 [scope]; seconds of steps f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -25,7 +27,7 @@ _WRAP = (1 << 63) - 1  # bytes of some weeks at full speed: then the counter beg
 
 @dataclass
 class RankCounters:
-    """All counters of one rank; every value only grows. One thread writes, any thread may read.
+    """All counters of one rank; every value only grows. One thread writes; it calls `settle` before values are read.
 
     `dense` means every other weight that a step reads: embedding rows, norms, dense FFN, router, head. As operations,
     `attention` are its projections and `kv` its scores and sums of values; only products count, not norms and the like.
@@ -55,6 +57,7 @@ class RankCounters:
     measured_bytes: float = 0.0  # that a hardware counter of this rank's memory saw, all traffic; 0 without one
     joules: float = 0.0  # that this rank's GPU used; 0 without a counter
     phase: int = _PHASE["idle"]
+    put_off: Callable[[], None] | None = None  # adds what somebody counted and has not added yet
 
     def __post_init__(self) -> None:
         self.expert_tokens = np.zeros((self.num_moe_layers, self.num_local_slots), np.int64)
@@ -67,6 +70,11 @@ class RankCounters:
         self.phase = _PHASE[phase]
         self.steps[self.phase] += 1
         self.tokens[self.phase] += num_tokens
+
+    def settle(self) -> None:
+        """Add what was put off."""
+        if self.put_off is not None:
+            self.put_off()
 
     def add_bytes(self, component: str, num_bytes: int) -> None:
         """Count `num_bytes` read from or written to memory (for `exchange`: put on the link) by `component`."""
@@ -98,6 +106,7 @@ class RankCounters:
 
     def clear(self) -> None:
         """Begin anew, at 0."""
+        self.settle()
         for item in fields(self):
             if isinstance(values := getattr(self, item.name), np.ndarray):
                 values[...] = 0

@@ -19,7 +19,8 @@ _DECODER = msgspec.msgpack.Decoder(CounterRecord)
 
 
 def encode_counters(counters: RankCounters, memory: tuple[int, ...] = ()) -> bytes:
-    """Return `counters`, and what the rank holds (see `CounterRecord`), as bytes for `RankResult.counters`."""
+    """Return `counters`, settled, and what the rank holds (see `CounterRecord`), as bytes for `RankResult.counters`."""
+    counters.settle()
     return _ENCODER.encode(
         CounterRecord(
             bytes_moved=pack(counters.bytes_moved, "<i8"),

@@ -126,7 +126,8 @@ def test_layer_equals_the_global_view(lengths: tuple[int, ...], shared: bool) ->
     def work(rank: int, exchange: Exchange) -> tuple[torch.Tensor, RankCounters]:
         made, counters = layer(weights, placement, rank, exchange, board)
         output = made(inputs[rank])
-        PassCounts([made]).add(counters, num_rows=len(inputs[rank]))
+        counts = PassCounts([made])
+        counts.add(counters, counts.left(), num_rows=len(inputs[rank]))
         return output, counters
 
     results = run_ranks(placement.slot_ranges, work)
@@ -172,7 +173,8 @@ def test_without_debug_a_chosen_expert_without_owner_is_counted() -> None:  # P-
         "import torch; from tests.moe.test_layer import *;"
         "weights = all_weights(); weights.selection_bias = torch.tensor([0.0, 0, 9, 0, 0, 0]);"
         "made, counters = layer(weights, broken_placement(), 0, LocalExchange(6));"
-        "out = made(torch.randn(4, WIDTH)); PassCounts([made]).add(counters, num_rows=4);"
+        "out = made(torch.randn(4, WIDTH)); counts = PassCounts([made]);"
+        "counts.add(counters, counts.left(), num_rows=4);"
         "ok = counters.unowned_ids == 4 and counters.expert_tokens.sum() == 8 and bool(out.isfinite().all());"
         "sys.exit(not ok)"
     )

@@ -49,7 +49,8 @@ def run(
             made, counters = layer(weights, placement, rank, exchange, switches=switches)
             exchange.begin_step(name, -(-bucket // 2) if overlap == HALVES else bucket)
             output = made(inputs[rank], overlap)
-            PassCounts([made]).add(counters, num_rows=len(inputs[rank]))
+            counts = PassCounts([made])
+            counts.add(counters, counts.left(), num_rows=len(inputs[rank]))
             results.append((output, made, counters))
         return results
 

@@ -122,6 +122,7 @@ def decode(
             logits = decoder.logits(decoder.forward(batch, storage))
             for piece in pieces:
                 found[piece.index].append(logits[piece.row_start : piece.row_start + piece.num_rows])
+        counters.settle()
         return {i: torch.cat(parts) for i, parts in found.items()}, counters
 
     results = run_ranks(placement.slot_ranges if moe else ((0, 0),), work)

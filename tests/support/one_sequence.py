@@ -57,6 +57,7 @@ def run_one(
         batch = _batch(storage, table, tokens, range(start, stop), long)
         counters.begin_step("mixed", stop - start)
         logits.append(decoder.logits(decoder.forward(batch, storage)))
+    counters.settle()
     return Run(torch.cat(logits), counters)
 
 

@@ -80,3 +80,24 @@ def test_phases_and_components_have_names() -> None:
         counters.begin_step("lunch", 1)
     with pytest.raises(KeyError):
         counters.add_flops("lunch", 1)
+
+
+def test_what_was_put_off_is_added_when_counters_are_settled_or_told_or_begun_anew() -> None:
+    from moewe.runtime.metrics.stats import counters_of, encode_counters
+
+    counters, noted = RankCounters(1, 2), [5]
+
+    def add() -> None:
+        while noted:
+            counters.add_bytes("kv", noted.pop())
+
+    counters.put_off = add
+    assert counters.bytes_moved.sum() == 0
+    counters.settle()
+    assert counters.bytes_moved.sum() == 5
+    noted.append(6)
+    assert counters_of(encode_counters(counters)).bytes_moved.sum() == 11
+    noted.append(7)
+    counters.clear()
+    counters.settle()
+    assert counters.bytes_moved.sum() == 0
