@@ -25,8 +25,8 @@ from moewe.moe.wide_ep.balancing import LoadSteps, PhaseLoad, PolicyOptions, exp
 from moewe.moe.wide_ep.balancing.load_steps import total_load
 from moewe.moe.wide_ep.placement import expert_load, first_placement
 from moewe.moe.wide_ep.traces import RoutingTrace, load_trace
-from moewe.topologies.choice import HOST_CEILINGS
 from moewe.topologies.cost import ExpertSize, expert_layer_seconds
+from moewe.topologies.machine import HOST_CEILINGS
 
 WINDOW = 4096
 REDUNDANT = 0.25  # of the experts

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from ..topologies import Machine, ModelFootprint, Topology, choose_topology, kv_sizes
-from ..topologies.choice import GPU_CEILINGS, HOST_CEILINGS, with_links
+from ..topologies.machine import GPU_CEILINGS, HOST_CEILINGS, with_links
 from .config import EngineConfig
 from .known_links import recall
 from .kv_layout import step_limits

@@ -14,8 +14,8 @@ from ..models.footprint import model_footprint
 from ..moe.wide_ep.balancing import Planner
 from ..moe.wide_ep.balancing.load_steps import LEAST_TOKENS
 from ..quant import parse_format, weight_scheme
-from ..topologies.choice import rank_ceilings
 from ..topologies.cost import Ceilings, ExpertSize, expert_layer_seconds
+from ..topologies.machine import rank_ceilings
 from .config import EngineConfig
 from .messages import Ready
 from .placements import expert_placement

@@ -9,10 +9,10 @@ import logging
 import math
 
 from ..topologies import RankGrid, Topology
-from ..topologies.choice import rank_ceilings
 from ..topologies.cost import Link
 from ..topologies.exchange_choice import OVER_LINKS, ExchangeRule
 from ..topologies.exchange_cost import MeasuredLinks
+from ..topologies.machine import rank_ceilings
 from ..topologies.overlap_choice import HALVES, MoELoad, OverlapFacts, choose_overlap
 from .config import EngineConfig
 

@@ -39,6 +39,7 @@ INNER = {
     "moe.wide_ep.balancing": "moe.wide_ep",
     "models.demo": "models",
     "models.published": "models",
+    "topologies.advisor": "topologies",
     "topologies.planner": "topologies",
     "server.protocol": "server",
     "server.answers": "server",

@@ -1,25 +1,26 @@
 """`choose_topology`: which EPxDPy suits a machine and a checkpoint, and why; a pure function behind `--topology auto`.
 
-Not a planner: it tries every layout of one pool with one simple ranking. Its interface stays when the ranking does not.
+Not a planner: it tries every layout of one pool with one simple ranking, and knows no load (advisor/ does).
 
 The ranking: (1) what does not fit the memory is out; (2) KV that holds a sequence of COMFORT tokens, or the model's
-length if that is less, before KV that holds only shorter ones; (3) groups inside a domain before groups across them;
-(4) most tokens per second of decode by the cost model (cost.py), where a gain below MARGIN counts as none; (5) no
-device left idle (where ranks share a host: fewest ranks), then the narrowest group, then the least atp.
+length if that is less, before KV that holds only shorter ones; (3) groups inside a domain, or across links that were
+measured, before groups across others; (4) most tokens per second of decode by the advisor's forecast
+(advisor/forecast.py), where a gain below MARGIN counts as none; (5) no device left idle (where ranks share a host:
+fewest ranks), then the narrowest group, then the least atp.
 Units: bytes, tokens, ranks, seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from .advisor.forecast import forecast, link_figure
 from .budget import ByteBudget, byte_budget, check_fits, format_bytes
-from .cost import Ceilings, Link, StepCost, Workload, step_cost
-from .exchange_cost import BETWEEN, WITHIN, ExchangeCost
+from .cost import StepCost, Workload
 from .footprint import ModelFootprint
 from .grid import RankGrid
 from .kv_sizes import StepLimits
+from .machine import Machine, layouts
 from .spec import Topology, TopologyError
 
 AUTO = "auto"
@@ -27,95 +28,6 @@ COMFORT = 4096
 MARGIN = 0.02
 # Rows of a step on each device, and tokens in KV of each sequence, where nobody says what the load will be.
 ROWS, CONTEXT = 16, 2048
-# Orders of magnitude, where nobody measured: a GPU with its links, and one host's memory, shared by all of its ranks.
-GPU_CEILINGS = Ceilings(
-    memory_bandwidth=2e12,
-    flops=4e14,
-    within=Link(bandwidth=3e11, latency=1e-5),
-    between=Link(bandwidth=2.5e10, latency=3e-5),
-)
-HOST_CEILINGS = Ceilings(
-    memory_bandwidth=4e10,
-    flops=1e12,
-    within=Link(bandwidth=1e10, latency=2e-5),
-    between=Link(bandwidth=1e9, latency=1e-4),
-)
-
-
-def rank_ceilings(
-    *,
-    on_host: bool,
-    num_ranks: int,
-    memory_bandwidth: float | None = None,
-    matrix_rate: float | None = None,
-    exchange: ExchangeCost | None = None,
-) -> Ceilings:
-    """Return what one rank can do: as it was measured, else its part of what is assumed.
-
-    Args:
-        on_host: ranks share one host's memory and cores; else each has a GPU.
-        num_ranks: of the group.
-        memory_bandwidth, matrix_rate: of one rank, bytes/s and FLOP/s; None where nobody measured.
-        exchange: what was measured of links, with the exchange that is used.
-    """
-    assumed = _divided(HOST_CEILINGS, num_ranks) if on_host else GPU_CEILINGS
-    return replace(
-        with_links(assumed, exchange),
-        memory_bandwidth=memory_bandwidth or assumed.memory_bandwidth,
-        flops=matrix_rate or assumed.flops,
-    )
-
-
-def with_links(ceilings: Ceilings, exchange: ExchangeCost | None) -> Ceilings:
-    """Return `ceilings` with links as they were measured with `exchange`, where it sent rows over them."""
-    if exchange is None:
-        return ceilings
-    return replace(
-        ceilings,
-        within=exchange.link(WITHIN) or ceilings.within,
-        between=exchange.link(BETWEEN) or ceilings.between,
-    )
-
-
-def _divided(whole: Ceilings, num_ranks: int) -> Ceilings:
-    """Return what each of so many ranks has of memory and arithmetic that they share."""
-    return replace(whole, memory_bandwidth=whole.memory_bandwidth / num_ranks, flops=whole.flops / num_ranks)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What ranks can be placed on.
-
-    Attributes:
-        num_devices: places for ranks: GPUs, or the cores of a host.
-        memory_bytes: what a rank may use on one device; with `is_shared` what all ranks together may.
-        domain_size: devices whose links are fast: an NVLink domain, a host.
-        ceilings: of one device; with `is_shared` memory and arithmetic are those of the host.
-        is_shared: ranks divide one memory, its ceiling and the cores among them (CPU), so fewer of them may use it all.
-        unit: what a device is called, e.g. `GPU`.
-        has_measured_links: links among `ceilings` were measured, and are not assumed like the rest.
-    """
-
-    num_devices: int
-    memory_bytes: int
-    domain_size: int
-    ceilings: Ceilings
-    is_shared: bool = False
-    unit: str = "device"
-    has_measured_links: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("num_devices", "memory_bytes", "domain_size"):
-            if getattr(self, name) < 1:
-                raise TopologyError(f"{name}={getattr(self, name)} is not allowed; use at least 1")
-
-    def rank_memory(self, num_ranks: int) -> int:
-        """Return what each of `num_ranks` ranks may use."""
-        return self.memory_bytes // num_ranks if self.is_shared else self.memory_bytes
-
-    def rank_ceilings(self, num_ranks: int) -> Ceilings:
-        """Return the ceilings of each of `num_ranks` ranks."""
-        return _divided(self.ceilings, num_ranks if self.is_shared else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +51,7 @@ class Choice:
 class _Candidate:
     budget: ByteBudget
     cost: StepCost
-    spans: bool
+    crosses_unknown: bool  # a link between domains that nobody measured
 
     @property
     def topology(self) -> Topology:
@@ -181,14 +93,14 @@ def choose_topology(
     load = workload or Workload(rows=ROWS * (1 if machine.is_shared else machine.num_devices), context=CONTEXT)
     candidates = [
         _candidate(footprint, topology, machine, limits, load, kv_bytes)
-        for topology in _topologies(footprint, machine, most_atp)
+        for topology in map(machine.placed, layouts(footprint, machine, most_atp=most_atp))
     ]
     fitting = [one for one in candidates if one.fits and one.longest >= (least_model_len or 2)]
     if not fitting:
         raise _nothing_fits(candidates, machine, least_model_len)
     comfort = min(COMFORT, limits.max_model_len)
     roomy = [one for one in fitting if one.longest >= comfort] or _longest(fitting)
-    inside = [one for one in roomy if not one.spans] or roomy
+    inside = [one for one in roomy if not one.crosses_unknown] or roomy
     fastest = max(one.cost.tokens_per_second for one in inside)
     near = [one for one in inside if one.cost.tokens_per_second >= fastest * (1 - MARGIN)]
     sign = 1 if machine.is_shared else -1
@@ -208,25 +120,15 @@ def choose_topology(
     )
 
 
-def _topologies(footprint: ModelFootprint, machine: Machine, most_atp: int) -> Iterator[Topology]:
-    """Yield all layouts of one pool: GPUs are all used as far as groups divide them, a host's ranks may be fewer."""
-    for ep in range(1, min(machine.num_devices, footprint.num_experts or 1) + 1):
-        most = machine.num_devices // ep
-        for dp in range(1, most + 1) if machine.is_shared else (most,):
-            for atp in range(1, min(most_atp, ep) + 1):
-                if ep % atp == 0:
-                    yield Topology(ep=ep, dp=dp, adp=ep // atp, atp=atp)
-
-
 def _candidate(
     footprint: ModelFootprint, topology: Topology, machine: Machine, limits: StepLimits, load: Workload, kv: int | None
 ) -> _Candidate:
     memory = machine.rank_memory(topology.num_ranks)
-    ceilings = machine.rank_ceilings(topology.num_ranks)
+    link = link_figure(machine, topology)
     return _Candidate(
         budget=byte_budget(footprint, topology, limits, rank_memory_bytes=memory, kv_bytes=kv),
-        cost=step_cost(footprint, topology, load, ceilings, domain_size=machine.domain_size),
-        spans=topology.ep > machine.domain_size,
+        cost=forecast(footprint, topology, load, machine),
+        crosses_unknown=topology.ep > machine.domain_size and not (link is not None and link.is_measured),
     )
 
 
@@ -243,7 +145,7 @@ def _room(best: _Candidate, machine: Machine, num_domains: int) -> str:
         f"{topology.num_ranks} of {devices}"
     )  # fmt: skip
     where = f"{used}, {_count(num_domains, 'domain')}"
-    if best.spans:
+    if best.crosses_unknown:
         where += f" (no group within a domain of {machine.domain_size} holds the model)"
     return (
         f"--topology auto: {topology.short()}, {where}; a rank holds {format_bytes(budget.of_kind('weights'))} of "

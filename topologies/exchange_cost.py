@@ -61,6 +61,14 @@ class ExchangeCost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayoutLink:
+    """What the exchange of one layout took: `topology` in its long form, as in `Topology.long`."""
+
+    topology: str
+    cost: ExchangeCost
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeasuredLinks:
     """What the ranks of a group found when they measured together.
 

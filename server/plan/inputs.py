@@ -21,9 +21,9 @@ from ...models.source import resolve_model
 from ...moe.wide_ep.balancing.load_file import read_load
 from ...native.bandwidth import measure_read_bandwidth
 from ...native.matrix_rate import measure_matrix_rate
-from ...topologies.choice import HOST_CEILINGS
 from ...topologies.hardware import available_memory_bytes, host_cores, host_memory_bytes
 from ...topologies.layout import Layout, load_layout
+from ...topologies.machine import HOST_CEILINGS
 from ...topologies.planner.architecture import Architecture
 from ...topologies.planner.hardware import LOCAL, RANKS, Hardware, load_hardware
 from ...topologies.planner.pools import CHUNK, UTILIZATION

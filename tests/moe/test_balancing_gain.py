@@ -9,8 +9,8 @@ from moewe.moe.wide_ep.balancing import LoadSteps, PhaseLoad, PolicyOptions, exp
 from moewe.moe.wide_ep.balancing.load_steps import total_load
 from moewe.moe.wide_ep.placement import expert_load, first_placement
 from moewe.moe.wide_ep.synthetic import shifting, uniform, zipf
-from moewe.topologies.choice import HOST_CEILINGS
 from moewe.topologies.cost import ExpertSize, expert_layer_seconds
+from moewe.topologies.machine import HOST_CEILINGS
 
 E, K, W, WINDOW = 256, 8, 8, 4096
 PLACEMENT = first_placement(1, E, num_redundant=E // 4, domains=(0,) * W)

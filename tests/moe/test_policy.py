@@ -11,8 +11,8 @@ from moewe.moe.wide_ep.balancing import Move, PhaseLoad, PolicyOptions, choose_m
 from moewe.moe.wide_ep.balancing.load_steps import LoadSteps, total_load
 from moewe.moe.wide_ep.placement import ExpertPlacement, expert_load, first_placement, linear_placement
 from moewe.moe.wide_ep.synthetic import shifting, uniform, zipf
-from moewe.topologies.choice import HOST_CEILINGS
 from moewe.topologies.cost import ExpertSize, expert_layer_seconds
+from moewe.topologies.machine import HOST_CEILINGS
 
 E, K, W, WINDOW, STEPS = 32, 4, 4, 4096, 64
 OPTIONS = PolicyOptions(transfer_s=2e-4, horizon_steps=1000)

@@ -15,8 +15,8 @@ from moewe.runtime.options import layout_config
 from moewe.runtime.overlap import log_overlap, overlap_facts
 from moewe.runtime.plan import StepPlan
 from moewe.topologies import RankGrid, parse_topology
-from moewe.topologies.choice import GPU_CEILINGS, HOST_CEILINGS
 from moewe.topologies.cost import Link
+from moewe.topologies.machine import GPU_CEILINGS, HOST_CEILINGS
 from moewe.topologies.overlap_choice import OverlapFacts
 from tests.runtime.test_scheduler_random import config_of
 from tests.support.null_worker import NullEngine, make_request

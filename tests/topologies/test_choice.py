@@ -20,8 +20,10 @@ from moewe.topologies import (
     choose_topology,
     make_topology,
 )
-from moewe.topologies.choice import GPU_CEILINGS, HOST_CEILINGS, Choice, Machine, with_links
-from moewe.topologies.exchange_cost import ExchangeCost
+from moewe.topologies.choice import Choice
+from moewe.topologies.cost import Workload
+from moewe.topologies.exchange_cost import ExchangeCost, LayoutLink
+from moewe.topologies.machine import GPU_CEILINGS, HOST_CEILINGS, Machine, with_links
 from tests.topologies.test_budget import DENSE, GIB, MIB, MODEL
 
 LIMITS = StepLimits(max_num_batched_tokens=512, max_model_len=4096, max_num_seqs=64, block_size=16)
@@ -98,6 +100,18 @@ def test_links_that_were_measured_slow_make_replicas_and_the_reason_says_so() ->
     assert found.topology.short() == "EP1DP4"
     assert "assumed ceilings, measured links)" in found.reasons[1]
     assert "assumed ceilings)" in chosen(MODEL, gpus(4)).reasons[1]
+
+
+@pytest.mark.parametrize(("fixed_s", "expected"), [(1e-3, "EP4DP1"), (6e-2, "EP2DP2")])
+def test_groups_cross_domains_whose_link_was_measured_where_that_is_faster(fixed_s: float, expected: str) -> None:
+    slow = replace(GPU_CEILINGS, memory_bandwidth=5e9)
+    machine = gpus(4, 8 * GIB, domain_size=2, domains=(2, 2), delay=10, ceilings=slow)
+    assert chosen(MODEL, machine).topology.ep <= 2, "an unknown link is not crossed without need"
+    cost = ExchangeCost(name="hierarchical", fixed_s=fixed_s, within_s=1e-9, between_s=1e-9)
+    link = LayoutLink(topology="EP4DP1[domains=2+2,delay=10]", cost=cost)
+    found = chosen(MODEL, replace(machine, links=(link,)), workload=Workload(rows=64, context=100))
+    assert found.topology.short() == expected
+    assert found.topology.domains == ((2, 2) if expected == "EP4DP1" else ())
 
 
 def test_room_for_a_sequence_comes_before_speed() -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from moewe.topologies import RankGrid, parse_topology
-from moewe.topologies.choice import HOST_CEILINGS, rank_ceilings
 from moewe.topologies.cost import ExpertSpeed, Link
 from moewe.topologies.exchange_cost import BETWEEN, ExchangeCost, MeasuredLinks, rows_sent
 from moewe.topologies.link_probes import (
@@ -28,6 +27,7 @@ from moewe.topologies.link_probes import (
     found_by,
     probe_links,
 )
+from moewe.topologies.machine import HOST_CEILINGS, rank_ceilings
 from moewe.topologies.overlap_choice import HALVES, SHARED, MoELoad, OverlapFacts, choose_overlap, layer_seconds
 
 MIB = 1 << 20

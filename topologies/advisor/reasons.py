@@ -1,0 +1,67 @@
+"""What the advisor says in words: one sentence with the figures that led to it.
+
+Not the judgement (advisor.py). Units: percent of what is named, ratios.
+"""
+
+from __future__ import annotations
+
+from ..spec import parse_topology
+from .ranking import Ranking
+from .records import Candidate, Facts, Observation
+
+_HALF = (0.45, 0.55)
+
+
+def what_ran(facts: Facts, seen: Observation) -> str:
+    """Return what the phase with most time did: how much of the ceiling it read, and how much of that were experts."""
+    phase = max(seen.phases, key=lambda one: one.steps * one.busy_s)
+    ceiling = facts.machine.rank_ceilings(parse_topology(facts.topology).num_ranks).memory_bandwidth
+    if seen.is_cached:
+        return f"{phase.phase} steps take {1e3 * phase.busy_s:.1f} ms with weights in the cache"
+    share = phase.bytes_read / (phase.busy_s * ceiling) if phase.busy_s > 0 else 0.0
+    routed = phase.routed_bytes / phase.bytes_read if phase.bytes_read > 0 else 0.0
+    return f"{phase.phase} reads {share:.0%} of the ceiling, {routed:.0%} of it routed weights"
+
+
+def change(facts: Facts, seen: Observation, found: Candidate, ranking: Ranking) -> str:
+    """Return why to change to `found`."""
+    name = parse_topology(found.topology).short()
+    text = (
+        f"{what_ran(facts, seen)}; {name} {_difference(found, ranking.here)}: {1 + found.gain:.2f} times the tokens/s"
+    )
+    return text if found.is_measured else f"{text}, as far as a link that nobody measured is as assumed"
+
+
+def exchange_bound(facts: Facts, seen: Observation, wider: Candidate, ranking: Ranking) -> str:
+    """Return why the wider layout `wider` does not help."""
+    name = parse_topology(wider.topology).short()
+    return (
+        f"{what_ran(facts, seen)}; wider would not help: bound by exchange, {name} {_difference(wider, ranking.here)}, "
+        f"{1 + wider.gain:.2f} times the tokens/s"
+    )
+
+
+def stay(facts: Facts, seen: Observation, ranking: Ranking) -> str:
+    """Return that no layout is worth a change, and what the best other one would bring."""
+    others = [one for one in ranking.candidates if one is not ranking.here]
+    if not others:
+        return f"{what_ran(facts, seen)}; nothing to gain: no other layout holds this load"
+    best = parse_topology(others[0].topology).short()
+    rest = f"{best}, the best other layout, is expected to reach {1 + others[0].gain:.2f} times the tokens/s"
+    return f"{what_ran(facts, seen)}; nothing to gain: {rest}"
+
+
+def _difference(found: Candidate, here: Candidate) -> str:
+    """Return what a layout does otherwise than the one that runs."""
+    said = []
+    if found.routed_ratio < 0.98 or found.routed_ratio > 1.02:
+        low, high = _HALF
+        is_half = low < found.routed_ratio < high
+        said.append(
+            "halves routed bytes a rank" if is_half else f"reads {found.routed_ratio:.2f} times the routed bytes"
+        )
+    if found.between_share > here.between_share + 0.005:
+        said.append(f"adds {found.between_share - here.between_share:.0%} of a step between domains")
+    elif abs(found.exchange_share - here.exchange_share) >= 0.005:
+        said.append(f"spends {found.exchange_share:.0%} of a step in exchanges, not {here.exchange_share:.0%}")
+    return " and ".join(said) or "reads and sends much the same"
