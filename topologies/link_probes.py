@@ -27,6 +27,9 @@ EXCHANGE, EXPERTS = "exchange", "experts"
 # Seconds in which all probes of a group should be through; the part of them for exchanges alone.
 BUDGET_S = 0.6
 _EXCHANGES_SHARE = 0.3
+# So much longer, in parts of all that, an exchange over slow links may take until its bytes tell: what is assumed
+# instead is most wrong there.
+_PATIENCE = 2.0
 _REPEATS, _LEAST_REPEATS = 4, 2
 # Sizes of probes of an exchange, bytes of rows: they grow until bytes take more than what is fixed.
 _LEAST_BYTES, _MOST_BYTES, _GROWTH = 32 << 10, 64 << 20, 8
@@ -118,28 +121,32 @@ def probe_links(names: Sequence[str], facts: OverlapFacts, *, most_rows: int, bu
         facts: of the group, with a load; what is assumed there stands where too little could be measured.
         most_rows: of a rank in a step.
         budget_s: one probe for each exchange is made even where it is nothing, and no probe begins that is not expected
-            to end within it.
+            to end within it, but of slow links those that tell what bytes cost.
     """
-    spent = 0.0
+    spent = took_s = 0.0
     costs = []
     for i, name in enumerate(names):
-        share = budget_s * _EXCHANGES_SHARE * (i + 1) / len(names)
-        samples = yield from _probe_exchange(name, facts, most_rows, share - spent)
-        spent += sum(found.took_s for found in samples)
+        share = budget_s * _EXCHANGES_SHARE * (i + 1) / len(names) - spent
+        patience_s = _PATIENCE * budget_s / len(names)
+        samples = yield from _probe_exchange(name, facts, most_rows, share, patience_s)
+        took = sum(found.took_s for found in samples)
+        took_s += took
+        spent += min(max(share, 0.0), took)  # patience is not at the cost of what comes after
         costs.append(fit_exchange(name, samples, facts))
     layers: dict[str, list[tuple[int, Found]]] = {}
     for i, cost in enumerate(costs):
         left = (budget_s - spent) / (len(costs) - i)
         layers[cost.name] = yield from _probe_layers(cost, facts, most_rows, left)
-        spent += sum(found.took_s for _, found in layers[cost.name])
+        took = sum(found.took_s for _, found in layers[cost.name])
+        took_s, spent = took_s + took, spent + took
     experts = fit_experts([found for probed in layers.values() for _, found in probed])
-    links = MeasuredLinks(exchanges=tuple(costs), experts=experts, took_s=spent)
+    links = MeasuredLinks(exchanges=tuple(costs), experts=experts, took_s=took_s)
     known = replace(facts, measured=links)
     return replace(links, exchanges=tuple(_with_hidden(cost, layers[cost.name], known) for cost in costs))
 
 
 def _probe_exchange(
-    name: str, facts: OverlapFacts, most_rows: int, budget_s: float
+    name: str, facts: OverlapFacts, most_rows: int, budget_s: float, patience_s: float
 ) -> Generator[LinkProbe, Found, list[Found]]:
     """Probe one row, then more and more of them on each kind of way until their bytes tell."""
     assert facts.load is not None
@@ -153,20 +160,26 @@ def _probe_exchange(
         first = min(first, again, key=lambda found: found.seconds[EXCHANGE])
         samples, left = [first], left - again.took_s
     ways = [FAR] * (len(domains) > 1) + [NEAR] * (max(domains) > 1)
+    fixed_s = first.seconds[EXCHANGE]
     for i, way in enumerate(ways):
-        share, rows = left / (len(ways) - i), max(2, _LEAST_BYTES // facts.load.row_bytes)
-        expected_s = 2 * first.seconds[EXCHANGE]
+        share, patience = left / (len(ways) - i), patience_s / len(ways)
+        rows, expected_s = max(2, _LEAST_BYTES // facts.load.row_bytes), 2 * fixed_s
         while rows <= most_rows and rows * facts.load.row_bytes <= _MOST_BYTES:
-            repeats = _repeats(share, expected_s)
+            repeats = _repeats(share, expected_s) or _LEAST_REPEATS * (patience >= _LEAST_REPEATS * expected_s)
             if repeats < 1:
                 break
             found = yield LinkProbe(exchange=name, rows=rows, what=way, repeats=repeats)
             samples.append(found)
+            patience -= max(0.0, found.took_s - max(0.0, share))
             share, left = share - found.took_s, left - found.took_s
-            if found.seconds[EXCHANGE] > 4 * first.seconds[EXCHANGE]:
+            took_s = found.seconds[EXCHANGE]
+            if took_s > 4 * fixed_s:
                 break
-            # As if it were all bytes: less is likely, but more is not.
-            expected_s, rows = _GROWTH * found.seconds[EXCHANGE], rows * _GROWTH
+            if took_s > 2 * fixed_s:  # bytes have told: as if it were all bytes; less is likely, but more is not
+                patience, expected_s = 0.0, _GROWTH * took_s
+            else:
+                expected_s = fixed_s + _GROWTH * max(took_s - fixed_s, fixed_s / 4)
+            rows *= _GROWTH
     return samples
 
 
