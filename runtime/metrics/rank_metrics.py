@@ -135,8 +135,8 @@ RANK_METRICS = (
     ),
     Metric(
         "moewe_matrix_rate_ceiling_operations_per_second", "gauge", ("replica", "format"), "operations/second",
-        "The same of matrix products in cache, by number `format`; a multiplication and an addition are two. Native "
-        "kernels only.",
+        "The same of matrix products, by number `format`; a multiplication and an addition are two. In cache with "
+        "native kernels, with the library of a GPU; nothing elsewhere.",
         "Nothing. Lower than the machine's others: clocks, instructions that are missing (`moewe doctor`).",
     ),
     Metric(

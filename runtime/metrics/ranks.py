@@ -146,7 +146,9 @@ class ReplicaMetrics:
         for name, num_bytes in (item for rank in kinds for item in rank.items()):
             held += num_bytes
             small += num_bytes if name.split("/")[-1] in _BYTE_FORMATS else 0
-        return self.matrix_rates().get("int8" if 2 * small > held else "bfloat16", 0.0)
+        rates = self.matrix_rates()
+        bf16 = rates.get("bfloat16", 0.0)
+        return rates.get("int8", bf16) if 2 * small > held else bf16  # a GPU dequantises them
 
     def ceilings(self) -> RankCeilings | None:
         """Return what a rank can do at best; None where something is not known."""

@@ -7,6 +7,7 @@ Units: bytes, bytes/s, operations/s, blocks.
 from __future__ import annotations
 
 import os
+import time
 from functools import cache
 
 import torch
@@ -26,6 +27,7 @@ from ..resolve import kv_blocks
 
 _GPU_BUFFER_BYTES = 1 << 30
 _GPU_PASSES = 5
+_GPU_PRODUCT = 8192  # rows and columns: 1.4 ms on an H200, launching is no part of it
 _QUICK_SECONDS, _RATE_SECONDS = 0.001, 0.1
 
 
@@ -78,6 +80,28 @@ def read_bandwidth(device: torch.device, num_ranks: int, weight_bytes: int) -> B
     return Bandwidth(_GPU_BUFFER_BYTES / (best_ms * 1e-3), _GPU_BUFFER_BYTES, cache_resident=False)
 
 
+def product_rate(device: torch.device, size: int, passes: int = _GPU_PASSES) -> float:
+    """Return operations/s of the library's product of two bf16 matrices [size, size], the best of `passes`.
+
+    A multiplication and an addition are two operations.
+    """
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out, best_s = torch.empty_like(left), float("inf")
+    for _ in range(1 + passes):  # the first chooses a kernel
+        wait_for(device)
+        began = time.perf_counter()
+        torch.mm(left, right, out=out)
+        wait_for(device)
+        best_s = min(best_s, time.perf_counter() - began)
+    return 2.0 * size**3 / best_s
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until `device` has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def resident_on(device: torch.device) -> int | None:
     """Return the bytes in memory of this process, or in use on its GPU, by whomever; None when they are not known."""
     if device.type != "cuda":
@@ -97,10 +121,10 @@ def gpu_counters(device: torch.device) -> GpuCounters | None:
 def matrix_rates(device: torch.device, num_ranks: int) -> dict[str, float]:
     """Return how fast this rank multiplies numbers in cache, by format, with `num_ranks` ranks at it together.
 
-    Measured once for the process. Empty where nothing is known: on a GPU and without native kernels.
+    Measured once for the process. Empty where nothing is known: on a CPU without native kernels.
     """
-    if device.type != "cpu":
-        return {}
+    if device.type != "cpu":  # whatever format weights are held in, products are of bf16
+        return {"bfloat16": product_rate(device, _GPU_PRODUCT)}
     seconds = _QUICK_SECONDS if os.environ.get(QUICK_VARIABLE) else _RATE_SECONDS
     rate = measure_matrix_rate(torch.get_num_threads(), seconds)
     return {} if rate is None else rate.by_format()

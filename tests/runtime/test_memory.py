@@ -79,10 +79,22 @@ def test_the_matrix_rate_is_measured_once_for_the_process(monkeypatch: pytest.Mo
         memory.matrix_rates.cache_clear()
 
 
-def test_no_matrix_rate_is_known_without_native_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_without_native_kernels_has_no_matrix_rate_and_a_gpu_that_of_its_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[torch.device, int]] = []
     monkeypatch.setattr(memory, "measure_matrix_rate", lambda *_: None)
+    monkeypatch.setattr(memory, "product_rate", lambda *what: asked.append(what) or 8e14)
     memory.matrix_rates.cache_clear()
     try:
-        assert memory.matrix_rates(CPU, 1) == memory.matrix_rates(torch.device("cuda"), 1) == {}
+        assert memory.matrix_rates(CPU, 1) == {} and not asked
+        assert memory.matrix_rates(torch.device("cuda"), 1) == {"bfloat16": 8e14}
+        assert asked == [(torch.device("cuda"), 8192)]
     finally:
         memory.matrix_rates.cache_clear()
+
+
+def test_the_rate_of_products_is_that_of_the_best_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([0.0, 9.0, 10.0, 13.0, 20.0, 22.0])
+    monkeypatch.setattr(memory.time, "perf_counter", lambda: next(ticks))
+    assert memory.product_rate(CPU, 8, passes=2) == 2 * 8**3 / 2.0
