@@ -1,7 +1,7 @@
 # One command each, the same for people and for CI.
 PYTHON ?= python
 
-.PHONY: check format lint types test slow wheel bench families api clean
+.PHONY: check format lint types test slow wheel bench families api cubins clean
 
 check: lint types test            ## everything a commit must pass
 
@@ -35,6 +35,9 @@ families:                         ## docs/families.md, after a change of models/
 
 api:                              ## docs/api.md, after a change of a field of the API
 	$(PYTHON) -m moewe.server.openapi.reference > docs/api.md
+
+cubins:                           ## tests/gpu/compiled.json and docs/gpu-kernels.md, after a change of a GPU kernel
+	$(PYTHON) benchmarks/gpu_kernels.py
 
 bench:
 	@ls benchmarks/*.py

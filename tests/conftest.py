@@ -18,6 +18,8 @@ os.environ.setdefault("MOEWE_STRICT_BOOKS", "1")
 os.environ.setdefault("MOEWE_QUICK_MEASURE", "1")
 # Two test processes on two cores: more threads would only wait for each other. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Kernels for GPUs run in Triton's interpreter, which must be known before Triton is imported, and transformers does.
+os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_finish() -> None:

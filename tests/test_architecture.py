@@ -34,6 +34,7 @@ LEVELS = {
 }
 # Folders inside a package that are part of it (no level of their own).
 INNER = {
+    "moe.kernels": "moe",
     "moe.wide_ep.placement": "moe.wide_ep",
     "moe.wide_ep.exchanges": "moe.wide_ep",
     "moe.wide_ep.balancing": "moe.wide_ep",
@@ -57,6 +58,7 @@ INNER = {
     "server.trace": "server",
     "server.plan": "server",
     "text.parsers": "text",
+    "native.gpu": "native",
     "runtime.scheduling": "runtime",
     "runtime.ranks": "runtime",
     "runtime.processes": "runtime",

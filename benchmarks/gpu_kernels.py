@@ -1,0 +1,107 @@
+"""What do the GPU kernels compile to? Compiles what changed for every published model and target; needs no GPU.
+
+Writes tests/gpu/compiled.json, which tests hold against rules, and docs/gpu-kernels.md. `--all` compiles everything.
+Units: registers of a thread, bytes of shared memory of a program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.pop("TRITON_INTERPRET", None)
+
+from rich.progress import track
+
+from moewe.native.gpu.compiling import compile_launch, source_hash
+from tests.support.compiled import RECORD, Case, Entry, all_cases, broken_rules, read_record, stale
+
+PAGE = RECORD.parents[2] / "docs" / "gpu-kernels.md"
+
+
+def entry_of(key: str) -> tuple[str, Entry]:
+    """Compile one launch."""
+    case = all_cases()[key]
+    launch = case.launch
+    return key, {
+        "kernel": launch.name,
+        "target": case.target.name,
+        "constants": dict(launch.constants),
+        "warps": launch.num_warps,
+        "stages": launch.num_stages,
+        "source": source_hash(launch.kernel),
+        **asdict(compile_launch(launch, case.target)),
+    }
+
+
+def compiled(keys: list[str], processes: int) -> Iterator[tuple[str, Entry]]:
+    """Compile in parallel; what comes is in the order of `keys`."""
+    if processes == 1:
+        yield from map(entry_of, keys)
+        return
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(entry_of, keys)
+
+
+def write(record: dict[str, Entry], cases: dict[str, Case]) -> None:
+    """Write the record, an entry a line, without what no model needs any more, and the page."""
+    order = sorted((e["kernel"], e["target"], key) for key, e in record.items() if key in cases)
+    lines = [f"{json.dumps(key)}: {json.dumps(record[key])}" for _, _, key in order]
+    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    PAGE.write_text(page([record[key] for _, _, key in order], [cases[key] for _, _, key in order]))
+
+
+def page(entries: list[Entry], cases: list[Case]) -> str:
+    """Return docs/gpu-kernels.md."""
+    rows = []
+    for entry, case in zip(entries, cases):
+        constants = ", ".join(f"{name}={value}" for name, value in entry["constants"].items())
+        models = sorted({use.split()[0] for use in case.uses})
+        rows.append(
+            f"| {entry['kernel']} | {entry['target']} | {constants}; {entry['warps']} warps, {entry['stages']} stages "
+            f"| {entry['registers']} | {entry['shared_bytes']} | {entry['stack_bytes']} | {entry['tensor']} "
+            f"| {entry['wide_loads']} of {entry['loads']} | {len(models)} |"
+        )
+    return "\n".join(
+        [
+            "# What the GPU kernels compile to",
+            "",
+            "Made by `make cubins`; [gpu.md](gpu.md) says how to read it. Registers a thread, shared bytes a program,",
+            "stack bytes a thread (spilled registers), tensor-core instructions, global loads of 16 bytes or more",
+            "among all, and of how many of the published models it is.",
+            "",
+            "| kernel | target | form | registers | shared | stack | tensor | wide loads | models |",
+            "|---|---|---|---|---|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="compile what did not change, too")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    args = parser.parse_args()
+    record, cases = read_record(), all_cases()
+    keys = list(cases) if args.all else stale(record)
+    for key, entry in track(compiled(keys, args.processes), total=len(keys), description="compiling"):
+        record[key] = entry
+    write(record, cases)
+    broken = [(record[key], what) for key in cases for what in broken_rules(record[key])]
+    for entry, what in broken:
+        print(f"{entry['kernel']} {entry['target']} {entry['constants']}: {what}")
+    print(f"{len(keys)} compiled, {len(cases)} in all, {len(broken)} against the rules")
+    sys.exit(bool(broken))
+
+
+if __name__ == "__main__":
+    main()

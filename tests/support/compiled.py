@@ -1,0 +1,100 @@
+"""What kernels compiled to when their sources last changed, as committed, and the rules for it.
+
+Not a compiler: benchmarks/gpu_kernels.py writes the record. Units: as in moewe.native.gpu.machine_code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from moewe.native.gpu import TARGETS, GpuTarget, Launch
+from moewe.native.gpu.compiling import launch_key, source_hash
+from moewe.runtime.gpu_launches import published_launches
+
+RECORD = Path(__file__).resolve().parents[1] / "gpu" / "compiled.json"
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What the machine code of a kernel must be like.
+
+    Attributes:
+        tensor: it multiplies with tensor cores.
+        wide: it loads 16 bytes at once.
+        fused: products and sums may be one instruction.
+        stack_bytes: of a thread, at most.
+    """
+
+    tensor: bool = False
+    wide: bool = True
+    fused: bool = True
+    stack_bytes: int = 0
+
+
+RULES = {
+    "combine_kernel": Rule(fused=False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One launch for one target, with the models and steps (tokens on a rank) in which it occurs."""
+
+    launch: Launch
+    target: GpuTarget
+    uses: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """Short name of what is compiled, but for the text of the kernel."""
+        return hashlib.sha256(launch_key(self.launch, self.target).encode()).hexdigest()[:16]
+
+
+@cache
+def all_cases() -> dict[str, Case]:
+    """Return every launch of the published models on every target, by key."""
+    found: dict[str, Case] = {}
+    uses: dict[str, dict[str, None]] = {}
+    for target in TARGETS.values():
+        for model, num_tokens, launch in published_launches(target):
+            case = Case(launch=launch, target=target, uses=())
+            found.setdefault(case.key, case)
+            uses.setdefault(case.key, {})[f"{model} {num_tokens}"] = None
+    return {key: Case(launch=c.launch, target=c.target, uses=tuple(uses[key])) for key, c in found.items()}
+
+
+def read_record() -> dict[str, Entry]:
+    """Return what is committed, by key."""
+    return {} if not RECORD.exists() else dict(json.loads(RECORD.read_text()))
+
+
+def stale(record: dict[str, Entry]) -> list[str]:
+    """Return the keys of launches that were not compiled since their kernel's source changed."""
+    return [
+        key
+        for key, case in all_cases().items()
+        if key not in record or record[key]["source"] != source_hash(case.launch.kernel)
+    ]
+
+
+def broken_rules(entry: Entry) -> Iterable[str]:
+    """Yield what is wrong with a compiled kernel."""
+    rule = RULES[entry["kernel"]]
+    target = next(t for t in TARGETS.values() if t.name == entry["target"])
+    if entry["stack_bytes"] > rule.stack_bytes:
+        yield f"{entry['stack_bytes']} bytes of stack (registers were spilled), {rule.stack_bytes} allowed"
+    if entry["shared_bytes"] > target.shared_bytes:
+        yield f"{entry['shared_bytes']} bytes of shared memory, {target.name} has {target.shared_bytes}"
+    if rule.tensor and not entry["tensor"]:
+        yield "no tensor-core instruction"
+    if rule.wide and not entry["wide_loads"]:
+        yield "no load of 16 bytes"
+    if not rule.fused and entry["fused"]:
+        yield f"{entry['fused']} products fused with sums, so bits differ"
