@@ -124,6 +124,7 @@ DOMAINS = [
     pytest.param("T-QW3", "EP4DP1[domains=2+2]", "auto", id="hierarchical"),
     pytest.param("T-DS3", "EP4DP1[domains=3+1]", "auto", id="shared-rail", marks=pytest.mark.slow),
     pytest.param("T-QW2", "EP4DP1[domains=1+3]", "all_to_all", id="all-to-all"),
+    pytest.param("T-MIX", "EP4DP1[domains=2+2]", "padded", id="padded"),
 ]
 
 

@@ -79,6 +79,7 @@ class StepRecord:
     """One step of one group, an entry a rank: rows run, and rows that reached its experts in each MoE layer."""
 
     kind: str
+    exchange: str
     overlap: str
     rows: tuple[int, ...]
     expert_rows: np.ndarray  # [W, L_moe]
@@ -264,6 +265,7 @@ class Group:
         expert_rows = np.stack([rows for _, rows in outcomes])
         record = StepRecord(
             kind=plan.header.kind,
+            exchange=plan.header.exchange,
             overlap=plan.header.overlap,
             rows=tuple(result.num_rows for result in results),
             expert_rows=expert_rows - self._expert_rows,

@@ -52,6 +52,9 @@ def sent_in_layer(wire: Wire, owners: Sequence[Sequence[Sequence[int]]]) -> list
 
     if wire.exchange == "local":
         return sent
+    if wire.exchange == "padded":
+        _room_for_all(wire, max(map(len, owners)), len(owners), send)
+        return sent
     is_hierarchical = wire.exchange == "hierarchical"
     way = _across_domains if is_hierarchical else _at_once
     for source, tokens in enumerate(owners):
@@ -70,6 +73,15 @@ def _at_once(wire: Wire, source: int, choices: Sequence[int], send: Send) -> Non
         send(source, owner, header + wire.written_bytes)
     for owner in choices:
         send(owner, source, wire.row_bytes)
+
+
+def _room_for_all(wire: Wire, rows: int, num_ranks: int, send: Send) -> None:
+    """Room for the rows of the fullest rank, up to a power of two, goes to all, and for each of their choices back."""
+    room = next(1 << power for power in range(32) if 1 << power >= rows)
+    for one in range(num_ranks):
+        for other in range(num_ranks):
+            send(one, other, room * (_NUMBER * wire.top_k + wire.written_bytes))
+            send(other, one, room * wire.top_k * wire.row_bytes)
 
 
 def _across_domains(wire: Wire, source: int, choices: Sequence[int], send: Send) -> None:

@@ -9,7 +9,7 @@ Units: bytes; operations of products, two for a multiplication and an addition.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -156,7 +156,10 @@ class Watched:
             }
             for layer, half, source, slots in self._choices(number):
                 owners[layer, half][source].append([int(placement.slot_rank[slot]) for slot in slots])
-            parts = [sent_in_layer(self._wire, part) for part in owners.values()]
+            wire = self._wire
+            if self.group.setup.exchange == "padded":  # of small steps only
+                wire = replace(wire, exchange=self.group.steps[number].exchange)
+            parts = [sent_in_layer(wire, part) for part in owners.values()]
             self._sent[number] = [
                 [sum(part[rank][scope] for part in parts) for scope in range(len(SCOPES))] for rank in ranks
             ]
