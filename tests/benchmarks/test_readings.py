@@ -41,6 +41,14 @@ def test_every_reading_has_a_change_that_the_page_names(script: ModuleType) -> N
         assert reading.mend and reading.mend != reading.flags and reading.change in page, name
 
 
+def test_what_mends_a_reading_is_told_from_what_does_not(script: ModuleType) -> None:
+    before = {"tokens_per_second": 10.0, "imbalance": 2.0, "itl_p95_ms": 500.0, "shares": {"link": 0.8}}
+    after = {"tokens_per_second": 14.0, "imbalance": 1.2, "itl_p95_ms": 100.0, "shares": {"link": 0.1}}
+    for name, reading in script.READINGS.items():
+        assert reading.helps(before, after), name
+        assert not reading.helps(before, before) and not reading.helps(after, before), name
+
+
 def test_the_model_that_no_cache_holds_grows_with_the_caches(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
