@@ -35,7 +35,7 @@ def test_as_many_sequences_come_as_go(bench: ModuleType, churn: float) -> None:
     assert group.num_tokens >= 200 * 16
     found = group.figures()
     assert found["steps"] == 200 and (found["changes_median"] > 0) == bool(churn)
-    assert all(own["median_ms"] > 0 for own in found["times"].values())
+    assert all(own["median_ms"] > 0 for part, own in found["times"].items() if churn or part != "add")
 
 
 def test_a_lost_token_is_noticed(bench: ModuleType) -> None:
