@@ -76,7 +76,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}  # all that are not finished
         self._departed: dict[int, Request] = {}  # RETURNING and LEAVING by sequence id: tokens of theirs are in flight
         self._returning: list[Request] = []
-        self._released: list[list[int]] = [[] for _ in range(config.num_ranks)]  # slots that workers must still forget
+        self._released: list[np.ndarray] = []  # places that workers must still forget, those that left together
         self._next_sequence_id = 0
         self._next_step = 0
         self._last_applied_step = -1
@@ -160,7 +160,7 @@ class Scheduler:
 
     def _plan_steady(self) -> StepPlan | None:
         """Plan a step that leaves nothing to decide; None, with nothing planned, where something may have to be."""
-        if self._rebuilt or self._queue or self._returning or any(self._released):
+        if self._rebuilt or self._queue or self._returning or self._released:
             return None
         if self._steady is None or not self._steady.holds(self._batch):
             self._steady = SteadyBatch(self._batch)
@@ -183,8 +183,9 @@ class Scheduler:
         if snapshot:
             ranks = steps.snapshot_plans(batch, draft)
         else:
-            ranks = steps.delta_plans(draft, released=self._released, admitted=admitted, grants=grants)
-        self._released = [[] for _ in ranks]
+            released = steps.released_slots(batch, self._released)
+            ranks = steps.delta_plans(draft, released=released, admitted=admitted, grants=grants)
+        self._released = []
         way_of = self.config.way_of
         header = step_header(ranks, step=self._next_step, epoch=self.epoch, way_of=way_of, snapshot=snapshot)
         self._next_step += 1
@@ -284,9 +285,7 @@ class Scheduler:
             del self._requests[request.request_id]
 
     def _vacate(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self._released[request.rank].append(request.slot)
-        self._batch.vacate(requests)
+        self._released.append(self._batch.vacate(requests))
 
     # --- books when idle ---------------------------------------------------------------------------------------------
     def residue(self) -> str | None:
@@ -305,7 +304,7 @@ class Scheduler:
         self._batch, self._steady = BatchState(self.config), None
         self._queue = WaitingQueue(self.config.policy)
         self._requests, self._departed, self._returning = {}, {}, []
-        self._released = [[] for _ in range(self.config.num_ranks)]
+        self._released = []
         self._rebuilt = True
 
     # --- figures -----------------------------------------------------------------------------------------------------
@@ -365,7 +364,7 @@ class Scheduler:
             assert request.state in (RETURNING, LEAVING)
             if request.state is LEAVING:
                 assert request.last_step > self._last_applied_step, f"{request.request_id} never got its last token"
-        for slots in self._released:
-            assert len(slots) == len(set(slots)), "a slot was released twice between two plans"
+        released = np.concatenate(self._released) if self._released else np.empty(0)
+        assert len(np.unique(released)) == len(released), "a slot was released twice between two plans"
         if not self._requests:
             assert not any(self.used_blocks_per_rank), "blocks are in use, but nobody holds them"

@@ -86,7 +86,8 @@ class BatchState:
             self.requests[place] = request
             request.sequence_id, request.rank, request.slot = number, rank, slot
             request.log, request.place = log, place
-            if not request.is_plain:
+            params = request.params
+            if params.structured is not None or params.prompt_logprobs is not None:
                 marks = (request.constrained, request.awaits_mask, request.is_judged)
                 self._marks[:, rank, slot] = marks
 
@@ -101,8 +102,8 @@ class BatchState:
         places[order] = free[starts[ranks[order]] + counting(counts)]
         return places
 
-    def vacate(self, requests: Sequence[Request]) -> None:
-        """Take `requests` out of their slots and free their blocks, as if one after another."""
+    def vacate(self, requests: Sequence[Request]) -> np.ndarray:
+        """Take `requests` out of their slots and free their blocks, as if one after another; return their places."""
         self.version += 1
         self.turnover += 1
         num_places, num_ranks = len(self.requests), self.config.num_ranks
@@ -112,6 +113,7 @@ class BatchState:
             assert self.requests[request.place] is request, f"{request.request_id} is not in its slot"
             self.requests[request.place] = None
             request.log, request.place = left, index
+        left_places = places
         places = places[::-1]  # what is freed last is given first
         ranks = places // self.config.max_num_seqs
         order = ranks.argsort(kind="stable")
@@ -128,6 +130,7 @@ class BatchState:
         self.sequence_id.reshape(-1)[places] = -1
         for fields in (self._counts, self._marks, self.first):
             fields.reshape(-1, num_places)[:, places] = 0
+        return left_places
 
     def free_passed(self) -> None:
         """Free the blocks that no row sees any more: those before what the next row of their sequence sees.
@@ -164,7 +167,8 @@ class BatchState:
         """Give one block in each group to each of n places of block tables.
 
         Args:
-            ranks, slots, indices: [n], whose table and where in it; `ranks` ascending, and the blocks must be free.
+            ranks, slots, indices: [n], whose table and where in it, next after what is granted; `ranks` ascending, and
+                the blocks must be free.
 
         Returns:
             For each rank, `RankPlan.grants`: i32 rows (group, slot, index, block).
@@ -183,7 +187,7 @@ class BatchState:
             self.tables[group].reshape(-1)[places * self.tables.shape[3] + indices] = ids
             rows[:, group, 0] = group
             rows[:, group, 3] = ids
-        np.add.at(self.granted.reshape(-1), places, 1)
+        self.granted.reshape(-1)[places] = indices + 1  # of a place that is named more than once the last one stays
         self.free_blocks -= counts
         return split_rows(rows.tobytes(), counts, row_bytes=16 * num_groups)
 

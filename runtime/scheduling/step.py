@@ -6,7 +6,6 @@ Shapes: W ranks, S slots a rank; units are tokens and blocks.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +14,7 @@ import numpy as np
 from ..params import EXPECTED_OUTPUT_TOKENS
 from ..plan import Admission, Chunk, RankPlan, SamplingState, TokenMask, pack
 from .admission import RankLoads
-from .batch_state import DECODE, PREFILL, BatchState, Seat, counting
+from .batch_state import DECODE, PREFILL, BatchState, Seat, counting, split_rows
 from .policy import precedence, share_tokens
 from .request import Request
 
@@ -193,6 +192,16 @@ def _shared_chunks(batch: BatchState, rank: int, *, num_rows: int, spare_blocks:
     return sorted(chunks, key=lambda chunk: chunk.slot)
 
 
+def released_slots(batch: BatchState, released: Sequence[np.ndarray]) -> list[bytes]:
+    """Return `RankPlan.released` of each rank for `released` [..][n] i64, places that were vacated, in their order."""
+    num_ranks = batch.config.num_ranks
+    if not released:
+        return [b""] * num_ranks
+    ranks, slots = np.divmod(np.concatenate(released), batch.config.max_num_seqs)
+    rows = slots[ranks.argsort(kind="stable")].astype("<i4")
+    return split_rows(rows.tobytes(), np.bincount(ranks, minlength=num_ranks), row_bytes=rows.itemsize)
+
+
 def held_slots(batch: BatchState) -> list[bytes]:
     """Return `RankPlan.held` of each rank for the step that is planned now."""
     if not batch.held.any():
@@ -265,13 +274,13 @@ def sampling_state(request: Request, eos_token_ids: tuple[int, ...]) -> Sampling
     )
 
 
-def admission(request: Request, *, num_computed_tokens: int = 0) -> Admission:
-    """Return what a worker needs to know of `request`, which sits in its slot already."""
+def admission(request: Request, tokens: bytes, *, num_computed_tokens: int = 0) -> Admission:
+    """Return what a worker needs to know of `request`, which sits in its slot already and knows all of `tokens`."""
     assert request.sampling is not None, f"{request.request_id} was never added"
     return Admission(
         slot=request.slot,
         sequence_id=request.sequence_id,
-        tokens=request.token_bytes(),
+        tokens=tokens,
         max_length=request.max_length,
         sampling=request.sampling,
         num_computed_tokens=num_computed_tokens,
@@ -283,16 +292,16 @@ def admission(request: Request, *, num_computed_tokens: int = 0) -> Admission:
 def delta_plans(
     draft: StepDraft,
     *,
-    released: list[list[int]],
+    released: list[bytes],
     admitted: list[list[Request]],
     grants: list[bytes],
 ) -> tuple[RankPlan, ...]:
-    """Write the plan of each rank as what changes (see `RankPlan`)."""
+    """Write the plan of each rank as what changes (see `RankPlan`); `admitted` have got nothing in their slots yet."""
     return tuple(
         [
             RankPlan(
-                released=array("i", released[rank]).tobytes(),
-                admitted=tuple([admission(request) for request in admitted[rank]]),
+                released=released[rank],
+                admitted=tuple([admission(own, own.prompt_token_ids.tobytes() + own.past) for own in admitted[rank]]),
                 grants=grants[rank],
                 chunks=tuple(draft.chunks[rank]),
                 num_decodes=num_decodes,
@@ -316,7 +325,7 @@ def snapshot_plans(batch: BatchState, draft: StepDraft) -> tuple[RankPlan, ...]:
         for request in batch.running(rank):
             chunk = chunks.get(request.slot)
             computed = chunk.start if chunk else int(batch.computed[rank, request.slot])
-            admitted.append(admission(request, num_computed_tokens=computed))
+            admitted.append(admission(request, request.token_bytes(), num_computed_tokens=computed))
         ordered = tuple(chunks[slot] for slot in sorted(chunks))
         plans.append(
             RankPlan(admitted=tuple(admitted), grants=batch.table_rows(rank), chunks=ordered, masks=draft.masks[rank])

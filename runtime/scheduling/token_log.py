@@ -59,8 +59,8 @@ class TokenLog:
             self._turned[:, end - WIDTH : end] = self._recent.T
         start = self._clock % ROWS * self._block
         if start < len(self._since):  # in ROWS steps each place has its turn once
-            block = owners[start : start + self._block]
-            self._settle(np.arange(start, start + len(block)), block)
+            block = slice(start, start + self._block)
+            self._settle(block, owners[block])
 
     def is_behind(self, place: int) -> bool:
         """Tell whether `settle` would have something to do for the owner of `place`."""
@@ -75,10 +75,10 @@ class TokenLog:
 
     def leave(self, places: np.ndarray) -> LeftTokens:
         """Return what came to `places` [n] since the last time, in their order, for owners that give them up."""
-        return LeftTokens(*self._unsettled(places))
+        return self._unsettled(places)
 
-    def _settle(self, places: np.ndarray, owners: Sequence[TokenOwner | None]) -> None:
-        data, ends = _apart(*self._unsettled(places))
+    def _settle(self, places: np.ndarray | slice, owners: Sequence[TokenOwner | None]) -> None:
+        data, ends = self._unsettled(places).apart()
         start = 0
         for owner, end in zip(owners, ends, strict=True):
             if owner is not None and end > start:
@@ -86,13 +86,10 @@ class TokenLog:
             start = end
         self._since[places] = self._clock
 
-    def _unsettled(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the newest rows of `places`, oldest first, [n, most], and of how many of them each is owner, [n]."""
+    def _unsettled(self, places: np.ndarray | slice) -> LeftTokens:
         ages = (self._clock - self._since[places]).astype(np.int16)  # at most ROWS
         num_recent, oldest = self._clock % WIDTH, self._clock // WIDTH * WIDTH % ROWS
-        turned, recent = self._turned[places], self._recent[:num_recent, places].T
-        rows = np.concatenate((turned[:, oldest:], turned[:, :oldest], recent), 1)
-        return rows[:, rows.shape[1] - int(ages.max()) :], ages
+        return LeftTokens(self._turned[places], oldest, self._recent[:num_recent, places], ages)
 
     def check_invariants(self, owners: Sequence[TokenOwner | None]) -> None:
         """Raise AssertionError when tokens could be lost, or an owner does not know its place."""
@@ -106,25 +103,29 @@ class LeftTokens:
     """Tokens of sequences that gave up their places together; told apart when somebody asks, which few do.
 
     Args:
-        rows: [n, most] i32, the newest tokens of each, oldest first.
-        ages: [n] i16, of how many of them it is owner.
+        turned: [n, ROWS] i32, tokens of each in a ring.
+        oldest: where the ring begins.
+        recent: [m, n] i32, the tokens that came behind those.
+        ages: [n] i16, of how many of the newest of both each sequence is owner.
     """
 
-    def __init__(self, rows: np.ndarray, ages: np.ndarray) -> None:
-        self._rows, self._ages = rows, ages
+    def __init__(self, turned: np.ndarray, oldest: int, recent: np.ndarray, ages: np.ndarray) -> None:
+        self._turned, self._oldest, self._recent, self._ages = turned, oldest, recent, ages
         self._data = b""
         self._ends: list[int] = []
 
     def of(self, index: int) -> bytes:
         """Return the tokens of one sequence as i32 bytes."""
         if not self._ends:
-            self._data, self._ends = _apart(self._rows, self._ages)
+            self._data, self._ends = self.apart()
         return self._data[self._ends[index - 1] if index else 0 : self._ends[index]]
 
-
-def _apart(rows: np.ndarray, ages: np.ndarray) -> tuple[bytes, list[int]]:
-    """Return the tokens of each of `rows` [n, most], one after another, as bytes, and where each of them ends."""
-    fresh = (rows != NOTHING) & (np.arange(rows.shape[1], 0, -1, dtype=np.int16) <= ages[:, None])
-    data = (rows if fresh.all() else rows[fresh]).tobytes()
-    ends: list[int] = (fresh.sum(1).cumsum() * rows.itemsize).tolist()
-    return data, ends
+    def apart(self) -> tuple[bytes, list[int]]:
+        """Return the tokens of each sequence, one after another, as i32 bytes, and where each of them ends."""
+        ring, oldest, ages = self._turned, self._oldest, self._ages
+        rows = np.concatenate((ring[:, oldest:], ring[:, :oldest], self._recent.T), 1)
+        rows = rows[:, rows.shape[1] - int(ages.max()) :]  # oldest first
+        fresh = (rows != NOTHING) & (np.arange(rows.shape[1], 0, -1, dtype=np.int16) <= ages[:, None])
+        data = (rows if fresh.all() else rows[fresh]).tobytes()
+        ends: list[int] = (fresh.sum(1).cumsum() * rows.itemsize).tolist()
+        return data, ends
