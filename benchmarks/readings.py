@@ -8,7 +8,8 @@ docs/operations.md says to change:
 - host: tiny steps with log-probabilities and penalties;
 - prefill: long prompts run beside decodes.
 Models are random, of a size that this machine needs. A reading that does not show what it is about, or that its change
-does not mend, ends the script with exit code 1. Figures mean something on a quiet machine only; verdicts of link, hot-rank and host hold on a busy one.
+does not mend, ends the script with exit code 1. Figures mean something on a quiet machine only; verdicts of link,
+hot-rank and host hold on a busy one.
 
     python benchmarks/readings.py all
     python benchmarks/readings.py link host --seconds 10 --no-mend
