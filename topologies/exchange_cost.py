@@ -6,6 +6,7 @@ Units: seconds, bytes, FLOP; rows of one rank, one way; W ranks, C domains, K ex
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from .cost import EXCHANGES_A_LAYER, ExpertSpeed, Link, expected_hit
@@ -134,6 +135,17 @@ def rows_sent(exchange: str, rows: int, grid: RankGrid, top_k: int) -> RowsSent:
         near_back=rows * top_k * others / num_ranks,
         far_back=rows * top_k * far / num_ranks,
     )
+
+
+def bytes_sent(exchange: str, rows: float, grid: RankGrid, top_k: int, row_bytes: float) -> tuple[float, float]:
+    """Return the expected bytes that a rank with `rows` rows sends out and back in a MoE layer: in its domain, between.
+
+    A part of a row is as much of what a whole one sends, but for `padded`, whose room is for whole ones.
+    """
+    whole = max(1, math.ceil(rows))
+    sent = rows_sent(exchange, whole, grid, top_k)
+    each = row_bytes if exchange == "padded" else row_bytes * rows / whole
+    return each * (sent.near_out + sent.near_back), each * (sent.far_out + sent.far_back)
 
 
 def capacity_of(rows: int) -> int:

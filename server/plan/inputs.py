@@ -7,7 +7,7 @@ Units: as the help text of each flag says.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from ...topologies.hardware import available_memory_bytes, host_cores, host_memo
 from ...topologies.layout import Layout, load_layout
 from ...topologies.machine import HOST_CEILINGS
 from ...topologies.planner.architecture import Architecture
-from ...topologies.planner.hardware import LOCAL, RANKS, Hardware, load_hardware
+from ...topologies.planner.hardware import LOCAL, Hardware, load_hardware, local_host
 from ...topologies.planner.pools import CHUNK, UTILIZATION
 from ...topologies.planner.routing import Popularity, measured, parse_popularity
 from ...topologies.planner.search import Targets
@@ -151,25 +151,14 @@ def local_hardware() -> Hardware:
     cores = host_cores()
     rate = measure_matrix_rate(cores)
     measured = (("memory_bandwidth", "measured now"), ("bf16_flops", "measured now" if rate else "assumed"))
-    within, between = HOST_CEILINGS.within, HOST_CEILINGS.between
-    return Hardware(
-        key=LOCAL,
-        name=f"this host, {cores} cores",
-        memory_bytes=float(host_memory_bytes()),
-        memory_bandwidth=measure_read_bandwidth(cores, available_memory_bytes(), _FILL_SECONDS).bytes_per_second,
-        bf16_flops=rate.bf16 if rate else HOST_CEILINGS.flops,
-        fp8_flops=rate.int8 if rate else 0.0,
-        scale_up_bandwidth=within.bandwidth,
-        scale_up_size=cores,
-        scale_out_bandwidth=between.bandwidth,
-        dispatch_latency=within.latency,
-        combine_latency=within.latency,
-        within_efficiency=1.0,
-        between_dispatch_latency=between.latency,
-        between_combine_latency=between.latency,
-        between_efficiency=1.0,
-        decode_copies=RANKS,
-        is_shared=True,
+    return replace(
+        local_host(
+            cores=cores,
+            memory_bytes=float(host_memory_bytes()),
+            memory_bandwidth=measure_read_bandwidth(cores, available_memory_bytes(), _FILL_SECONDS).bytes_per_second,
+            bf16_flops=rate.bf16 if rate else HOST_CEILINGS.flops,
+            int8_flops=rate.int8 if rate else 0.0,
+        ),
         sources=measured,
     )
 

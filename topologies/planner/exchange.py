@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..exchange_cost import ExchangeCost, bytes_sent
+from ..grid import RankGrid
 from .hardware import EXPERTS
 from .routing import places_hit
 
@@ -44,13 +46,16 @@ def exchange_seconds(setting: Setting, own: float, *, is_decode: bool) -> Exchan
     """Return the exchanges of a step in which a rank has `own` rows.
 
     A row goes once to each rank that holds experts of it, or once for each expert where the machine's decode kernels
-    do that; the rank itself costs nothing. A group wider than a domain: what leaves a domain goes over the slow link,
+    do that; the rank itself costs nothing. Where somebody measured the exchange of this layout, that is what it takes;
+    else formulas say it. A group wider than a domain: what leaves a domain goes over the slow link,
     in prompts once for each domain (links inside forward it), and both links work at once.
     """
     footprint, ep, hardware = setting.model.footprint, setting.topology.ep, setting.hardware
     layers = footprint.num_moe_layers
     if ep == 1 or not layers:
         return ExchangeTime(num_bytes=0, latency_seconds=0, bandwidth_seconds=0)
+    if setting.link is not None:
+        return _as_measured(setting, setting.link, own)
     size = hardware.domain_size
     domains = -(-ep // size)
     copies = footprint.top_k if is_decode and hardware.decode_copies == EXPERTS else _places(setting, ep)
@@ -70,6 +75,19 @@ def exchange_seconds(setting: Setting, own: float, *, is_decode: bool) -> Exchan
         num_bytes=own * (near + far) * row * layers,
         latency_seconds=latency * layers,
         bandwidth_seconds=moving * layers,
+    )
+
+
+def _as_measured(setting: Setting, link: ExchangeCost, own: float) -> ExchangeTime:
+    footprint = setting.model.footprint
+    grid = RankGrid(setting.topology, setting.hardware.domain_size)
+    row_bytes = footprint.hidden_size * footprint.activation_itemsize
+    near, far = bytes_sent(link.name, own, grid, footprint.top_k, row_bytes)
+    layers = footprint.num_moe_layers
+    return ExchangeTime(
+        num_bytes=(near + far) * layers,
+        latency_seconds=link.fixed_s * layers,
+        bandwidth_seconds=(near * link.within_s + far * link.between_s) * layers,
     )
 
 

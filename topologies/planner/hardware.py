@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..machine import HOST_CEILINGS
 from ..spec import TopologyError
 from ..yaml_file import parse_yaml_mapping, read_yaml_mapping
 from .architecture import BF16, FP4, FP8
@@ -85,6 +86,32 @@ class Hardware:
 FIGURES = tuple(
     field.name for field in fields(Hardware) if field.name not in ("key", "name", "preliminary", "is_shared", "sources")
 )
+
+
+def local_host(
+    *, cores: int, memory_bytes: float, memory_bandwidth: float, bf16_flops: float, int8_flops: float
+) -> Hardware:
+    """Return a CPU host whose ranks share what all `cores` reach together; links are orders of magnitude."""
+    within, between = HOST_CEILINGS.within, HOST_CEILINGS.between
+    return Hardware(
+        key=LOCAL,
+        name=f"this host, {cores} cores",
+        memory_bytes=memory_bytes,
+        memory_bandwidth=memory_bandwidth,
+        bf16_flops=bf16_flops,
+        fp8_flops=int8_flops,
+        scale_up_bandwidth=within.bandwidth,
+        scale_up_size=cores,
+        scale_out_bandwidth=between.bandwidth,
+        dispatch_latency=within.latency,
+        combine_latency=within.latency,
+        within_efficiency=1.0,
+        between_dispatch_latency=between.latency,
+        between_combine_latency=between.latency,
+        between_efficiency=1.0,
+        decode_copies=RANKS,
+        is_shared=True,
+    )
 
 
 def hardware_names() -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from ..cost import expected_hit
+from ..exchange_cost import ExchangeCost
 from ..kv_sizes import shared_groups
 from ..spec import Topology
 from .architecture import BF16, PRECISIONS, Architecture
@@ -32,11 +33,13 @@ class Constants:
         memory_efficiency: part of the bandwidth that reading reaches: 0.8 in aiconfigurator and in InferSim.
         flops_efficiency: part of the rate that products reach: 0.6, InferSim's on H20.
         layer_seconds: of a layer beside bytes, FLOPs and exchange: launches, small kernels, waiting for the slowest.
+        step_seconds: of a step beside its layers: planning, inputs, sampling, handing over.
     """
 
     memory_efficiency: float = 0.8
     flops_efficiency: float = 0.6
     layer_seconds: float = 93e-6
+    step_seconds: float = 0.0
 
 
 CONSTANTS = Constants()
@@ -55,6 +58,7 @@ class Setting:
         popularity: of experts.
         overlap: two halves of the rows take turns, one's exchange under the other's experts.
         constants: see there.
+        link: what an exchange of this layout takes, where somebody measured it.
     """
 
     model: Architecture
@@ -63,6 +67,7 @@ class Setting:
     popularity: Popularity = field(default_factory=Popularity)
     overlap: bool = False
     constants: Constants = CONSTANTS
+    link: ExchangeCost | None = None
 
     @cached_property
     def bandwidth(self) -> float:
@@ -199,11 +204,12 @@ def step_time(setting: Setting, rows: Rows) -> StepTime:
     sharing = attention_seconds(setting, rows.total)
     fullest = _imbalance(setting, own)
     late = _routed(setting, own, even=False).seconds - routed + exchange.bandwidth_seconds * (fullest - 1)
+    launching = constants.layer_seconds * footprint.num_layers + constants.step_seconds
     parts += [
         Part(name="exchange", num_bytes=exchange.num_bytes, flops=0, seconds=exchange.seconds, binds=LINK),
         Part(name="attention exchange", num_bytes=0, flops=0, seconds=sharing, binds=LINK),
         Part(name="imbalance", num_bytes=0, flops=0, seconds=late, binds=IMBALANCE),
-        Part(name="launch", num_bytes=0, flops=0, seconds=constants.layer_seconds * footprint.num_layers, binds=LAUNCH),
+        Part(name="launch", num_bytes=0, flops=0, seconds=launching, binds=LAUNCH),
     ]
     limit = read / (setting.bandwidth / constants.memory_efficiency)
     if setting.overlap and exchange.seconds:

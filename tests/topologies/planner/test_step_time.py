@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from moewe.topologies import KVGroup, ModelFootprint, parse_topology
+from moewe.topologies.exchange_cost import ExchangeCost
 from moewe.topologies.planner.architecture import Architecture, Scores
-from moewe.topologies.planner.hardware import EXPERTS, Hardware
+from moewe.topologies.planner.hardware import EXPERTS, Hardware, local_host
 from moewe.topologies.planner.routing import zipf
 from moewe.topologies.planner.step_time import Constants, Rows, Setting, StepTime, step_time
 
@@ -142,3 +143,26 @@ def test_a_dense_model_has_no_experts_and_no_exchange() -> None:
     dense = replace(MODEL, footprint=replace(FOOTPRINT, num_moe_layers=0, num_experts=0, top_k=0, expert_bytes=0))
     names = {part.name for part in step("EP1DP4", model=dense).parts}
     assert not names & {"routed experts", "exchange", "imbalance"}
+
+
+def test_an_exchange_that_somebody_measured_takes_what_was_measured() -> None:
+    cost = ExchangeCost(name="all_to_all", fixed_s=0.5, within_s=0.01, between_s=0.1)
+    one, apart = step("EP2DP1", link=cost), step("EP2DP1[domains=1+1]", link=cost)
+    rows, hit = 2.0, 1 - (1 - 1 / 2) ** 2
+    num_bytes = 4 * rows * 20 * (hit + 2 / 2)  # out once to the other rank, back for each choice, half of them there
+    assert one.part("exchange").num_bytes == pytest.approx(num_bytes)
+    assert one.part("exchange").seconds == pytest.approx(4 * 0.5 + num_bytes * 0.01)
+    assert apart.part("exchange").seconds == pytest.approx(4 * 0.5 + num_bytes * 0.1)
+    half = step("EP2DP1", Rows(decodes=0.5, context=10), link=cost)
+    assert half.part("exchange").num_bytes == pytest.approx(num_bytes / 4), "half a row sends half of what one does"
+
+
+def test_a_step_takes_time_beside_its_layers() -> None:
+    made = step(constants=replace(PLAIN, step_seconds=3.0))
+    assert made.part("launch").seconds == 1.0 + 3.0
+
+
+def test_ranks_of_a_host_share_what_its_cores_reach() -> None:
+    host = local_host(cores=2, memory_bytes=1e9, memory_bandwidth=100.0, bf16_flops=1e9, int8_flops=0.0)
+    alone, two = setting(hardware=host), setting("EP1DP2", hardware=host)
+    assert (alone.bandwidth, two.bandwidth) == (100.0, 50.0) and two.rate("bf16") == 5e8
