@@ -56,6 +56,8 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
         topology: canonical long form, e.g. `EP2DP1[adp=2,atp=1,red=0]`, or `auto`.
         ranks: `processes`, or `threads` of one process (tests).
         device: `cpu` or `cuda`.
+        domains: of a host that emulates several, ranks of each and their link, e.g. `2+2,rate=100,delay=20`; None: as
+            the topology says, else one. They bound what `auto` and the advisor choose from.
         threads: compute threads a rank; None takes what OMP_NUM_THREADS names, else divides the cores of the host
             among its ranks.
         numa_bind: pin each rank to the cores of one NUMA node.
@@ -69,6 +71,7 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
     topology: str = "EP1DP1"
     ranks: str = "processes"
     device: str = "cpu"
+    domains: str | None = None
     threads: int | None = None
     numa_bind: bool = False
     exchange: str = "auto"

@@ -190,11 +190,12 @@ class EngineLoop:
         return msgspec.structs.replace(ready, links=measuring.links)
 
     def _keep(self, rule: ExchangeRule, links: MeasuredLinks | None) -> None:
-        """Keep what real ranks measured in one domain for the next `--topology auto`."""
+        """Keep what real ranks measured for the next `--topology auto` and for advice."""
         parallel = self._start.config.parallel
         is_real = parallel.ranks == "processes" and not os.environ.get(QUICK_VARIABLE)
-        if links is not None and is_real and self._start.replica == 0 and not rule.grid.spans_domains:
-            remember(parallel.device, links.exchanges[0])
+        if links is not None and is_real and self._start.replica == 0:
+            for cost in links.exchanges:
+                remember(parallel.device, rule.grid.topology, cost)
 
     def _all_warm(
         self, group: Group, ranks: Sequence[tuple[Loaded, KVAllocated]], num_blocks: int

@@ -1,4 +1,4 @@
-"""What the ranks of this machine measured of their links last, kept for `--topology auto`, which runs before any rank.
+"""What the ranks of this machine measured of their links, kept for `--topology auto` and for advice on other layouts.
 
 Not the measuring (runtime/link_measuring.py) and not the choice (topologies/choice.py). A file in the cache of this
 user; whatever is wrong with it counts as nothing known. Units: seconds.
@@ -12,28 +12,34 @@ import math
 import os
 import platform
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from ..native.cache import cache_folder
-from ..topologies.exchange_cost import ExchangeCost
+from ..topologies import Topology, TopologyError, parse_topology
+from ..topologies.exchange_cost import ExchangeCost, LayoutLink
 
 log = logging.getLogger(__name__)
 
 _FILE = "links.json"
-_MOST_BYTES, _MOST_MACHINES = 1 << 16, 32
+_MOST_BYTES, _MOST_ENTRIES = 1 << 17, 256
 
 
-def remember(device: str, cost: ExchangeCost) -> None:
-    """Keep what an exchange within a domain of this machine costs, in place of what was known; failing is no harm."""
+def remember(device: str, topology: Topology, cost: ExchangeCost) -> None:
+    """Keep what an exchange of a layout costs on this machine, in place of what was known; failing is no harm.
+
+    Replicas and redundant slots make no difference; domains and their link do.
+    """
     with contextlib.suppress(OSError):
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         known = _read(folder / _FILE)
-        known.pop(_key(device), None)
-        known[_key(device)] = cost
-        newest = dict(list(known.items())[-_MOST_MACHINES:])
+        key = _key(device, f"{_group(topology).long()} {cost.name}")
+        known.pop(key, None)
+        known[key] = cost
+        newest = dict(list(known.items())[-_MOST_ENTRIES:])
         handle, name = tempfile.mkstemp(dir=folder, prefix=_FILE)
         try:
             with os.fdopen(handle, "wb") as file:
@@ -44,15 +50,25 @@ def remember(device: str, cost: ExchangeCost) -> None:
             raise
 
 
-def recall(device: str) -> ExchangeCost | None:
-    """Return what was measured on this machine; None where nothing was."""
+def recall(device: str) -> tuple[LayoutLink, ...]:
+    """Return what was measured on this machine, the newest last."""
+    found = []
+    start = _key(device, "")
     with contextlib.suppress(OSError):
-        return _read(cache_folder() / _FILE).get(_key(device))
-    return None
+        for key, cost in _read(cache_folder() / _FILE).items():
+            with contextlib.suppress(TopologyError):
+                if key.startswith(start):
+                    topology = parse_topology(key[len(start) :].partition(" ")[0])
+                    found.append(LayoutLink(topology=topology.long(), cost=cost))
+    return tuple(found)
 
 
-def _key(device: str) -> str:
-    return f"{platform.node()} {device}"
+def _group(topology: Topology) -> Topology:
+    return replace(topology, dp=1, red=0)
+
+
+def _key(device: str, layout: str) -> str:
+    return f"{platform.node()} {device} {layout}"
 
 
 def _read(path: Path) -> dict[str, ExchangeCost]:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from ..topologies import AUTO, load_layout
+from .auto_topology import domains_of
 from .config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
 from .foreign import foreign
 from .ranges import check_ranges
@@ -75,6 +76,8 @@ def layout_config(options: Mapping[str, Any], *, dialect: str | None = None) -> 
     topology = AUTO if text.strip().lower() == AUTO else load_layout(text, dialect=dialect).single().long()
     config = engine_config({**options, "topology": topology})
     check_ranges(config)
+    if config.parallel.domains is not None:
+        domains_of(config.parallel.domains)
     if config.model.chat_template is not None:
         from ..text import check_template_option  # most starts need no Jinja yet
 

@@ -55,6 +55,8 @@ def _words(config: EngineConfig) -> list[tuple[str, Any, bool, str]]:
          "it quantises for a CPU only; leave it out with device cuda"),
         ("ranks", parallel.ranks, parallel.ranks in ("processes", "threads"), "use processes or threads"),
         ("device", parallel.device, parallel.device in ("cpu", "cuda"), "use cpu or cuda"),
+        ("domains", parallel.domains, parallel.domains is None or parallel.device == "cpu",
+         "a host emulates them; leave it out with device cuda"),
         ("exchange", parallel.exchange, parallel.exchange in EXCHANGES, f"use {', '.join(EXCHANGES)}"),
         ("exchange_payload", parallel.exchange_payload, parallel.exchange_payload in PAYLOADS,
          f"use {' or '.join(PAYLOADS)}"),

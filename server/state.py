@@ -21,6 +21,7 @@ from ..runtime.trace_session import TraceSession
 from ..text import ChatTemplate, Tokenizer
 from ..text.grammar_check import GrammarCheck
 from ..text.parsers import OutputFormat, output_format
+from ..topologies.advisor.records import Advice
 from .errors import ApiError, unavailable
 from .grammar_queue import GrammarQueue
 from .hub import Hub
@@ -54,6 +55,7 @@ class ServerState:
         latest_stats: asks the replicas.
         begin_trace: starts a step trace of so many steps; None before there are replicas.
         trace: the step trace that is being recorded.
+        advice: the latest about the layout; None before the first window has ended.
         problem: why the server failed.
         grammar_check: tries grammars before an engine sees them.
     """
@@ -73,6 +75,7 @@ class ServerState:
     latest_stats: Callable[[], list[Stats]] = list
     begin_trace: Callable[[int], TraceSession] | None = None
     trace: TraceSession | None = None
+    advice: Advice | None = None
     problem: str = ""
     grammar_check: GrammarCheck = field(default_factory=GrammarCheck)
 

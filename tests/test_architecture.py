@@ -57,6 +57,7 @@ INNER = {
     "server.eval": "server",
     "server.trace": "server",
     "server.plan": "server",
+    "server.advise": "server",
     "text.parsers": "text",
     "native.gpu": "native",
     "runtime.scheduling": "runtime",
@@ -97,7 +98,8 @@ SERVER_EDGES: dict[str, set[str]] = {
     "bench": {"commands", "client", "terminal", "flags", "descriptors"},
     "eval": {"commands", "terminal", "flags"},
     "plan": {"bench", "terminal"},
-    "cli": {"commands", "bench", "eval", "top", "trace", "plan", "terminal", "flags"},
+    "advise": {"client", "terminal"},
+    "cli": {"commands", "bench", "eval", "top", "trace", "plan", "advise", "terminal", "flags"},
 }  # fmt: skip
 EDGES = {"runtime": RUNTIME_EDGES, "server": SERVER_EDGES}
 

@@ -49,7 +49,7 @@ def rank_ceilings(
         memory_bandwidth, matrix_rate: of one rank, bytes/s and FLOP/s; None where nobody measured.
         exchange: what was measured of links, with the exchange that is used.
     """
-    assumed = _divided(HOST_CEILINGS, num_ranks) if on_host else GPU_CEILINGS
+    assumed = divided(HOST_CEILINGS, num_ranks) if on_host else GPU_CEILINGS
     return replace(
         with_links(assumed, exchange),
         memory_bandwidth=memory_bandwidth or assumed.memory_bandwidth,
@@ -68,7 +68,7 @@ def with_links(ceilings: Ceilings, exchange: ExchangeCost | None) -> Ceilings:
     )
 
 
-def _divided(whole: Ceilings, num_ranks: int) -> Ceilings:
+def divided(whole: Ceilings, num_ranks: int) -> Ceilings:
     """Return what each of so many ranks has of memory and arithmetic that they share."""
     return replace(whole, memory_bandwidth=whole.memory_bandwidth / num_ranks, flops=whole.flops / num_ranks)
 
@@ -116,7 +116,7 @@ class Machine:
 
     def rank_ceilings(self, num_ranks: int) -> Ceilings:
         """Return the ceilings of each of `num_ranks` ranks."""
-        return _divided(self.ceilings, num_ranks if self.is_shared else 1)
+        return divided(self.ceilings, num_ranks if self.is_shared else 1)
 
     def placed(self, topology: Topology) -> Topology:
         """Return `topology` with the domains that its groups span, where this machine emulates them."""

@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 
 from ...telemetry import HostEnergy, peak_of
 from ..messages import Delta, Ready, Stats
+from .advice_metrics import AdviceMetrics
 from .compat import Distribution, foreign_families
 from .cost import cost_samples
 from .dcgm import GpuReading
@@ -88,6 +89,7 @@ class Metrics(Collector):
         self.ready = False
         self.totals = Totals()
         self.replicas: dict[int, ReplicaMetrics] = {}
+        self.advice = AdviceMetrics()
         self._histograms = {
             "moewe_time_to_first_token_seconds": Histogram(_REQUEST_BUCKETS),
             "moewe_time_per_output_token_seconds": Histogram(_TOKEN_BUCKETS),
@@ -174,6 +176,7 @@ class Metrics(Collector):
             yield from cost_samples(self._price_per_hour, seconds, totals.prompt_tokens, totals.generation_tokens)
         for replica in sorted(self.replicas):
             yield from self.replicas[replica].samples()
+        yield from self.advice.samples()
 
     def _all_histograms(self) -> Mapping[str, list[Distribution]]:
         found: dict[str, list[Distribution]] = {

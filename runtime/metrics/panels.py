@@ -254,6 +254,22 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             )),
         ),
     ),
+    (
+        "Advice about the layout",
+        (
+            Panel("Verdict", "short", ((f"moewe_advice{{{_ONE}}} == 1", "{{verdict}}"),)),
+            Panel("Windows by verdict", "short", ((_rate("moewe_advice_windows_total", "verdict"), "{{verdict}}"),)),
+            Panel("Gain expected of the best layout", "percentunit", (
+                (f"moewe_advice_gain_ratio{{{_ONE}}}", "gain"),
+            )),
+            Panel("Predicted step time over observed, less 1", "percentunit", (
+                (f"moewe_advice_model_error_ratio{{{_ONE}}}", "error"),
+            )),
+            Panel("Changes of the layout", "short", (
+                (_rate("moewe_topology_changes_total", "outcome"), "{{outcome}}"),
+            )),
+        ),
+    ),
 )  # fmt: skip
 
 ALERTS = (

@@ -2,11 +2,13 @@
 
 Not the values (runtime/metrics/export.py). Names follow Prometheus: base units, `moewe_` in front, counters with
 `_total` at the end.
-Labels are bounded: replicas, ranks, phases, components, scopes, exchanges, kinds and formats; never layers or experts.
+Labels are bounded: replicas, ranks, phases, components, scopes, exchanges, kinds, formats and verdicts; never layers,
+experts or layouts.
 """
 
 from __future__ import annotations
 
+from .advice_metrics import ADVICE_METRICS
 from .balance_metrics import BALANCE_METRICS
 from .cost import COST_METRICS
 from .link_metrics import LINK_METRICS
@@ -14,7 +16,9 @@ from .metric import Metric
 from .rank_metrics import RANK_METRICS
 from .request_metrics import REQUEST_METRICS
 
-METRICS: tuple[Metric, ...] = (*REQUEST_METRICS, *COST_METRICS, *RANK_METRICS, *LINK_METRICS, *BALANCE_METRICS)
+METRICS: tuple[Metric, ...] = (
+    *REQUEST_METRICS, *COST_METRICS, *RANK_METRICS, *LINK_METRICS, *BALANCE_METRICS, *ADVICE_METRICS,
+)  # fmt: skip
 BY_NAME = {metric.name: metric for metric in METRICS}
 
 

@@ -132,6 +132,14 @@ _TRACE = (
     _flag("idle-timeout", "float", LOAD, "Seconds without a step after which it ends with what it has.", default="10"),
     _flag("output", "text", OUTPUT, "File for the trace.", default="moewe-trace.json"),
 )  # fmt: skip
+_ADVISE = (
+    _flag("url", "list", SERVER, "The server, with or without http:// and /v1; the word alone does too.",
+          default="http://127.0.0.1:8000"),
+    *(flag for flag in _TARGET if flag.name in ("api-key", "header")),
+    _flag("trace", "text", DATA, "Replay a log that --advice-log wrote, instead of asking a server; exit code 1 if it "
+          "holds other advice."),
+    _flag("json", "switch", OUTPUT, "JSON with every figure, instead of text; of a replay an object a window."),
+)  # fmt: skip
 _SERVED_NAME = tuple(flag for flag in HTTP_FLAGS if flag.name == "served-model-name")
 
 
@@ -208,6 +216,12 @@ def _trace(settings: Any) -> int:
     from ..trace.command import trace
 
     return trace(settings.tool)
+
+
+def _advise(settings: Any) -> int:
+    from ..advise.command import advise
+
+    return advise(settings.tool)
 
 
 def _plan(settings: Any) -> int:
@@ -293,6 +307,16 @@ TOOLS = (
         "and a table of shares. moewe trace URL; Ctrl-C stops.",
         flags=(*_TRACE, *_GENERAL),
         run=_trace,
+        takes_model=False,
+        words="url",
+        words_alone=True,
+    ),
+    Tool(
+        name="advise",
+        help="Say which layout suits the load of a server, what each other one is expected to bring and cost, and why; "
+        "or replay a log of such advice. moewe advise URL; moewe advise --trace FILE.",
+        flags=(*_ADVISE, *_GENERAL),
+        run=_advise,
         takes_model=False,
         words="url",
         words_alone=True,

@@ -69,7 +69,7 @@ def server_options(http: dict[str, Any]) -> ServerOptions:
     if not 0 <= port <= 65535:
         raise ValueError(f"--port {port} is not a port; use 0 to 65535")
     least_of = {"shutdown_timeout_s": 0.0, "log_stats_interval_s": 0.0, "max_body_bytes": 1024, "limit_concurrency": 1,
-                "max_n": 1}  # fmt: skip
+                "max_n": 1, "advice_interval_s": 1.0}  # fmt: skip
     for name, least in least_of.items():
         if name in values and not least <= values[name] < MOST:
             raise ValueError(f"{name}={values[name]!r} is not allowed; use at least {least:g}, and a finite number")
@@ -82,6 +82,10 @@ def server_options(http: dict[str, Any]) -> ServerOptions:
 
         if compat not in STYLES:
             raise ValueError(f"--metrics-compat {compat!r} is not known; use {' or '.join(STYLES)}")
+    if (log_file := values.get("advice_log")) is not None:
+        from ..http.advising import check_log
+
+        check_log(log_file)
     if (exporter := values.get("dcgm_url")) is not None:
         from ..http.exporter_watch import check_exporter_url
 

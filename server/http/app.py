@@ -28,6 +28,7 @@ from ..options import VERSION
 from ..protocol.requests import ChatRequest, CompletionRequest, GenerationRequest
 from ..protocol.strict import parse
 from ..state import Phase, ServerState
+from .advice_routes import add_advice_routes
 from .bodies import read_body
 from .cors import with_origins
 from .docs_page import add_docs
@@ -62,6 +63,7 @@ def build_routes(state: ServerState) -> FastAPI:
     _add_generation_routes(app, state)
     add_token_routes(app, state)
     add_trace_routes(app, state)
+    add_advice_routes(app, state)
     add_refused_routes(app)
     add_docs(app, state)
     add_page(app)

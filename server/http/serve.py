@@ -32,6 +32,7 @@ from ..hub import Hub
 from ..options import VERSION, ServerOptions
 from ..state import Phase, ServerState
 from ..terminal.console import LoadingDisplay, StatsLine, address, tell
+from .advising import Advising
 from .app import build_app
 from .connections import Connection
 from .exporter_watch import ExporterWatch
@@ -157,6 +158,7 @@ class Server:
         self._words: asyncio.Queue[str] = asyncio.Queue()
         self._http = _Http(http_config(state))
         self._display = LoadingDisplay()
+        self._advising = Advising(state)
         self._failed: Failed | None = None
 
     async def run(self) -> int:
@@ -193,6 +195,7 @@ class Server:
     def _on_ready(self, replicas: ReplicaSet) -> None:
         freeze_heap()
         self.state.begin(replicas.ready)
+        self._advising.begin(self._resolved, replicas.ready, time.monotonic() - self._began)
         self._words.put_nowait("ready")
 
     def _on_failure(self, failed: Failed) -> None:
@@ -280,6 +283,7 @@ class Server:
         while True:
             await asyncio.sleep(TICK_S)
             self.state.refresh()
+            await self._advising.turn(time.monotonic())
             text = line.tick(time.monotonic())
             if text is not None:
                 log.info("%s", text)

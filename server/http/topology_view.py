@@ -163,6 +163,16 @@ def hottest_experts(loads: np.ndarray, layers: int, count: int = HOTTEST) -> lis
     ]
 
 
+def expert_loads(state: ServerState) -> np.ndarray:
+    """Return the tokens of each expert lately [L, E], of those layers of which it is known where experts stand."""
+    topology = parse_topology(state.config.parallel.topology)
+    placements = [_placement(state, replica) for replica in range(topology.dp)]
+    if not placements[0].num_experts:
+        return np.zeros((0, 0))
+    loads, layers = _loads(state, placements)
+    return loads[:layers]
+
+
 def _loads(state: ServerState, placements: Sequence[ExpertPlacement]) -> tuple[np.ndarray, int]:
     """Return the tokens of each expert in the last while, of all replicas, and for how many layers they are known.
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...topologies.advisor.records import VERDICTS
+
 Schema = dict[str, Any]
 
 _TEXT: Schema = {"type": "string"}
 _INTEGER: Schema = {"type": "integer"}
+_NUMBER: Schema = {"type": "number"}
 _NULLABLE_TEXT: Schema = {"type": ["string", "null"]}
 _NULLABLE_OBJECT: Schema = {"type": ["object", "null"]}
 _IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
@@ -77,6 +80,16 @@ ANSWERS: dict[str, Schema] = {
     "Version": _object({"version": _TEXT}),
     "Topology": _object({
         "topology": _TEXT, "ep": _INTEGER, "dp": _INTEGER, "num_ranks": _INTEGER, "replicas": _many({"type": "object"}),
+    }),
+    "Advice": _object({
+        "number": _INTEGER, "time": _NUMBER, "topology": _TEXT, "verdict": {"enum": list(VERDICTS)}, "advised": _TEXT,
+        "gain": _NUMBER, "reason": _TEXT, "candidates": _many(ref("AdvisedLayout")), "calibration": _NULLABLE_OBJECT,
+        "excluded": _many({"type": "array", "items": _TEXT}), "interval_seconds": _NUMBER,
+    }),
+    "AdvisedLayout": _object({
+        "topology": _TEXT, "step_s": _NUMBER, "gain": _NUMBER, "exchange_share": _NUMBER, "between_share": _NUMBER,
+        "routed_ratio": _NUMBER, "products_s": _NUMBER, "restart_s": _NUMBER, "load_bytes": _INTEGER,
+        "sequences": _INTEGER, "is_measured": {"type": "boolean"},
     }),
     "StepTrace": {
         **_object({"traceEvents": _many({"type": "object"}), "otherData": {"type": "object"}}),

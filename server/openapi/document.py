@@ -184,6 +184,7 @@ def _paths() -> dict[str, dict[str, Schema]]:
         "/tokenize": {"post": _post("Token ids of a text or a chat", tokenize, "Tokens", texts)},
         "/detokenize": {"post": _post("Text of token ids", ref("Detokenize"), "Text", texts)},
         "/v1/topology": {"get": {**topology, "parameters": [form]}},
+        "/v1/topology/advice": {"get": _get("What the advisor says of the layout", "Advice", {"401"})},
         "/v1/trace": {
             "post": {**_get("Where the time of the next steps goes", "StepTrace", {*few, "400", "409"}),
                      "parameters": [steps, idle]},

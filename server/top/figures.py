@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...runtime.metrics.cost import KINDS, cost_of, per_million
+from ...topologies.advisor.records import CHANGE
 from .scrape import Reading
 
 # What a step fetches from memory, in the order of the bars; docs/metrics.md says why exchange and activations are not.
@@ -61,6 +62,7 @@ class ServerFigures:
         price_per_hour: of the server, where it was told one.
         cost_per_million_tokens: between the readings: all of the price over tokens of `prompt`, `output`, or `all`.
         hottest: experts with the most tokens, as the server lists them.
+        advice: what its advisor says of the layout; empty where it says nothing.
     """
 
     url: str
@@ -85,6 +87,7 @@ class ServerFigures:
     price_per_hour: float | None
     cost_per_million_tokens: Mapping[str, float | None]
     hottest: tuple[Mapping[str, Any], ...] = ()
+    advice: str = ""
     ranks: tuple[RankFigures, ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
@@ -171,8 +174,18 @@ def figures(url: str, earlier: Reading, later: Reading) -> ServerFigures:
             dict.fromkeys(KINDS) if price is None else per_million(cost_of(price, seconds), prompt, output)
         ),
         hottest=tuple(item for item in _list(later.topology.get("hottest_experts")) if isinstance(item, dict)),
+        advice=_advice(later.advice),
         ranks=_ranks(earlier, later, seconds),
     )
+
+
+def _advice(answer: Mapping[str, Any]) -> str:
+    """Return the verdict and why; nothing before the first window."""
+    verdict, reason, number = answer.get("verdict"), answer.get("reason"), answer.get("number")
+    if not (isinstance(verdict, str) and isinstance(reason, str) and isinstance(number, int) and number > 0):
+        return ""
+    to = str(answer.get("advised", "")).partition("[")[0]
+    return f"{verdict} to {to}: {reason}" if verdict == CHANGE else f"{verdict}: {reason}"
 
 
 def _ranks(earlier: Reading, later: Reading, seconds: float) -> tuple[RankFigures, ...]:

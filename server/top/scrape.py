@@ -31,11 +31,13 @@ class Reading:
         taken: when, in seconds of the monotonic clock.
         samples: metric -> labels, sorted by name -> value.
         topology: the answer of /v1/topology; empty where there is none.
+        advice: the same of /v1/topology/advice.
     """
 
     taken: float
     samples: Mapping[str, Mapping[Labels, float]]
     topology: Mapping[str, Any] = field(default_factory=dict)
+    advice: Mapping[str, Any] = field(default_factory=dict)
 
     def value(self, name: str, **labels: str) -> float | None:
         """Return the sum of the samples of `name` that have these labels, or None where there are none."""
@@ -78,11 +80,21 @@ def read_server(root: str, headers: Mapping[str, str]) -> Reading:
         raise NoAnswerError(f"{root}/metrics is no metrics: {_line(error)}") from None
     if "moewe_info" not in samples:
         raise NoAnswerError(f"{root}/metrics has no moewe_info: is that a moewe server?")
+    return Reading(
+        taken=taken,
+        samples=samples,
+        topology=_object(f"{root}/v1/topology", headers),
+        advice=_object(f"{root}/v1/topology/advice", headers),
+    )
+
+
+def _object(url: str, headers: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return the JSON object at `url`; an empty one where there is none: the view does without."""
     try:
-        topology = json.loads(_get(f"{root}/v1/topology", headers))
+        answer = json.loads(_get(url, headers))
     except (NoAnswerError, ValueError, RecursionError):
-        topology = {}  # the view does without
-    return Reading(taken=taken, samples=samples, topology=topology if isinstance(topology, dict) else {})
+        return {}
+    return answer if isinstance(answer, dict) else {}
 
 
 def _get(url: str, headers: Mapping[str, str]) -> bytes:

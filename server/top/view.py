@@ -74,7 +74,9 @@ def bar(components: Mapping[str, float], width: int) -> Text:
 def _server(server: ServerFigures, width: int, room: int) -> list[Text]:
     title = Text(server.url, "bold").append("" if server.ready else "  NOT READY", "bold red")  # before what is cut off
     title.append(f"  {server.model}  {server.topology}  moewe {server.version}", "not bold")
-    heads = (title, _load(server), _latencies(server), _experts(server), _links_and_cost(server), _memory(server.ranks))
+    advice = Text(f"  advice {server.advice}" if server.advice else "", "green")
+    heads = (title, _load(server), _latencies(server), advice, _experts(server), _links_and_cost(server),
+             _memory(server.ranks))  # fmt: skip
     lines = [_line(text) for text in heads if text.plain]  # what comes last goes first where many servers are shown
     lines = lines[: max(_LEAST_HEAD, room - min(_LEAST_RANKS, len(server.ranks)))]
     room = max(1, room - len(lines))

@@ -11,7 +11,7 @@ from moewe.runtime.config import EngineConfig, ModelOptions, ParallelOptions
 from moewe.runtime.options import layout_config
 from moewe.runtime.resolve import Resolved, resolve
 from moewe.topologies import AUTO, TopologyError
-from moewe.topologies.exchange_cost import ExchangeCost
+from moewe.topologies.exchange_cost import ExchangeCost, LayoutLink
 from tests.support.fixtures import checkpoint
 
 
@@ -25,7 +25,7 @@ def host(monkeypatch):
         monkeypatch.setattr(resolve_module, "gpu_memory_bytes", lambda: tuple(gpus))
 
     monkeypatch.setattr(resolve_module, "host_cores", lambda: 8)
-    monkeypatch.setattr(auto_topology, "recall", lambda device: None)
+    monkeypatch.setattr(auto_topology, "recall", lambda device: ())
     size(64 << 30)
     return size
 
@@ -63,8 +63,9 @@ def test_links_that_ranks_measured_before_take_the_place_of_assumed_ones(host, c
     caplog.set_level("INFO")
     host(64 << 30, gpus=[8 << 30] * 4)
     slow = ExchangeCost(name="all_to_all", fixed_s=1.0, within_s=1e-9, between_s=0.0)
+    link = LayoutLink(topology="EP4DP1", cost=slow)
     asked: list[str] = []
-    monkeypatch.setattr(auto_topology, "recall", lambda device: asked.append(device) or slow)
+    monkeypatch.setattr(auto_topology, "recall", lambda device: asked.append(device) or (link,))
     assert resolved(device="cuda").topology.short() == "EP1DP4" and asked == ["cuda"]
     assert any("assumed ceilings, measured links)" in line for line in caplog.messages)
 

@@ -20,6 +20,7 @@ from moewe.runtime.metrics.stats import encode_counters, rank_stats
 from moewe.runtime.metrics.table import BY_NAME, METRICS, markdown_table
 from moewe.runtime.rank_stats import BalanceStats, RankStats
 from moewe.telemetry import COMPONENTS, MEMORY_PARTS, PHASES, HostEnergy, RankCounters
+from moewe.topologies.advisor.records import Advice, Calibration
 from moewe.topologies.exchange_cost import ExchangeCost, MeasuredLinks
 
 DECODE = 1
@@ -229,6 +230,16 @@ def test_everything_exported_is_in_the_table_with_its_labels(tmp_path: Path) -> 
     balance = BalanceStats(placement=0, slots=b"")
     metrics.observe_stats(0, msgspec.structs.replace(stats(1), ranks=with_counter, balance=balance))
     metrics.error(503)
+    calibration = Calibration(
+        observed_s=2.0, predicted_s=1.0, products=1.0, rest_s=0.0, exchange=1.0, wait=1.0, meet_s=0.0
+    )
+    metrics.advice.observe(
+        Advice(number=1, time=1.0, topology="EP2DP1", verdict="stay", advised="EP2DP1", gain=0.1, reason="",
+               calibration=calibration)
+    )  # fmt: skip
+    metrics.advice.changes["done"] += 1
+    assert scrape(metrics)["moewe_advice_model_error_ratio", ()] == -0.5
+    assert scrape(metrics)["moewe_advice_windows_total", (("verdict", "stay"),)] == 1
     seen = set()
     for family in metrics.collect():
         name = family.name + ("_total" if family.type == "counter" else "")

@@ -272,6 +272,18 @@ def small_server(pages: Pages) -> Iterator[str]:
         thread.join()
 
 
+def test_advice_is_a_line_once_there_is_one() -> None:
+    said = {"number": 3, "verdict": "change", "advised": "EP4DP1[adp=4,atp=1,red=0]", "reason": "it halves bytes"}
+    first = reading(0.0)
+    for answer, line in (
+        (said, "change to EP4DP1: it halves bytes"), (said | {"verdict": "stay"}, "stay: it halves bytes"),
+        (said | {"number": 0}, ""), ({"verdict": 1}, ""), ({}, ""),
+    ):  # fmt: skip
+        found = figures("u", first, replace(reading(1.0), advice=answer))
+        assert found.advice == line
+        assert any(text.startswith(f"  advice {line}") for text in drawn([found])) == bool(line)
+
+
 def test_a_server_that_goes_and_comes_back_is_followed() -> None:
     pages = Pages()
     with small_server(pages) as url:

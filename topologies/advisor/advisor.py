@@ -31,7 +31,7 @@ class Rules:
     windows: int = 3
     margin: float = 0.10
     keep: float = 0.05
-    least_steps: float = 16.0
+    least_steps: float = 8.0
     idle_share: float = 0.8
     horizon_s: float = 3600.0
     most_shown: int = 12
@@ -57,8 +57,7 @@ class Advisor:
         """Return the advice after one more window."""
         self._number += 1
         if seen.num_steps < self.rules.least_steps:
-            idle = seen.shares.get("idle", 1.0)
-            return self._idle(seen, f"{seen.num_steps:.0f} steps in {seen.seconds:.0f} s, {idle:.0%} of it idle")
+            return self._too_few(seen)
         self._judged += 1
         ranking = rank_layouts(self.facts, seen)
         self._weigh(ranking)
@@ -119,10 +118,13 @@ class Advisor:
         wider = [one for one in ranking.candidates if parse_topology(one.topology).ep > ep and is_held(one)]
         return wider[0] if wider else None
 
-    def _idle(self, seen: Observation, why: str) -> Advice:
+    def _too_few(self, seen: Observation) -> Advice:
+        """Return what is said of a window with too few steps to be judged."""
+        is_idle = seen.num_steps == 0 or seen.shares.get("idle", 0.0) > self.rules.idle_share
+        what = "nothing to gain" if is_idle else "too little to judge by"
         return Advice(
-            number=self._number, time=seen.time, topology=self.facts.topology, verdict=IDLE,
-            advised=self.facts.topology, gain=0.0, reason=f"nothing to gain: {why}",
+            number=self._number, time=seen.time, topology=self.facts.topology, verdict=IDLE if is_idle else OBSERVING,
+            advised=self.facts.topology, gain=0.0, reason=f"{what}: {seen.num_steps:.0f} steps in {seen.seconds:.0f} s",
         )  # fmt: skip
 
     def _advice(self, seen: Observation, ranking: Ranking, verdict: str, best: Candidate, reason: str) -> Advice:

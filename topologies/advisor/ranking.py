@@ -18,7 +18,7 @@ from .forecast import chances_of, exchange_of, forecast, link_figure
 from .records import Calibration, Candidate, Facts, Observation, PhaseSeen
 
 # What one window may make of the model: beyond that something else is wrong.
-_EXCHANGE_SCALES, _MOST_WAIT = (0.2, 5.0), 3.0
+_EXCHANGE_SCALES, _MOST_WAIT = (0.2, 20.0), 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ def _phase_parts(facts: Facts, seen: Observation, topology: Topology, phase: Pha
     others_s = others * held + max(0.0, phase.flops - phase.routed_flops) * rows / ceilings.flops
     uneven = dict(seen.imbalances).get(topology.ep, 1.0)
     pairs = phase.rows / topology.dp * footprint.top_k
-    uneven = min(float(topology.ep), uneven * random_imbalance(pairs, topology.ep))
+    uneven = float(min(topology.ep, uneven * random_imbalance(pairs, topology.ep)))
     return _Parts(
         products_s=float(routed_s + others_s),
         routed_s=float(routed_s),
@@ -150,13 +150,15 @@ def _calibrate(seen: Observation, own: _Parts) -> Calibration:
     products = min(1.0, kernels / own.products_s) if own.products_s > 0 else 1.0
     least, most = _EXCHANGE_SCALES
     scale = min(most, max(least, link / own.exchange_s)) if own.exchange_s > 0 and link > 0 else 1.0
+    waiting = min(_MOST_WAIT, wait / own.wait_s) if own.wait_s > 0 else 1.0
     return Calibration(
         observed_s=link + wait + kernels + host,
         predicted_s=own.products_s + own.exchange_s + own.wait_s,
         products=products,
         rest_s=max(0.0, kernels - own.products_s),
         exchange=scale,
-        wait=min(_MOST_WAIT, wait / own.wait_s) if own.wait_s > 0 else 1.0,
+        wait=waiting,
+        meet_s=max(0.0, link + wait - scale * own.exchange_s - waiting * own.wait_s),
     )
 
 
@@ -166,7 +168,8 @@ def _candidate(facts: Facts, topology: Topology, parts: _Parts, own: _Parts, cal
     scale = calibration.exchange if same else 1.0
     products = calibration.products * parts.products_s
     exchange = scale * parts.exchange_s
-    step = products + exchange + calibration.wait * parts.wait_s + parts.host_s + calibration.rest_s
+    meeting = calibration.meet_s if topology.ep > 1 else 0.0
+    step = products + exchange + calibration.wait * parts.wait_s + meeting + parts.host_s + calibration.rest_s
     figure = link_figure(facts.machine, topology)
     memory = facts.machine.rank_memory(topology.num_ranks)
     load_bytes = topology.num_ranks * byte_budget(

@@ -114,7 +114,7 @@ class Observation:
         context: tokens in KV of each.
         popularity: the part of all choices that each expert of a layer gets [E], largest first, the mean over layers.
         imbalances: (ranks of a group, rows of the fullest over the mean where experts stand in order).
-        shares: of what binds, by the words of the verdict.
+        shares: of what binds, by the words of the verdict; empty where there is none.
         bound: the word of the largest.
         is_cached: weights lie in a cache, so that bytes say nothing.
     """
@@ -188,6 +188,8 @@ class Calibration:
         rest_s: of a step, what it does not explain: launches and small operations.
         exchange: exchanges over what was measured at the start.
         wait: waiting for fuller ranks over what popularity explains.
+        meet_s: of a step, what collectives take beyond both: ranks that come late for other reasons. It is spent
+            wherever ranks meet, and nowhere else.
     """
 
     observed_s: float
@@ -196,6 +198,7 @@ class Calibration:
     rest_s: float
     exchange: float
     wait: float
+    meet_s: float
 
     @property
     def error(self) -> float:

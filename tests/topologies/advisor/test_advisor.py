@@ -90,11 +90,15 @@ def test_what_was_observed_scales_what_was_measured_at_the_start() -> None:
     assert rank_layouts(known, window(known)).candidates[0].topology == known.topology
     ranking = rank_layouts(known, window(known, slower=10))
     assert ranking.candidates[0].topology == INSIDE
-    assert ranking.calibration.exchange == 5.0, "one window is believed so far and no further"
+    assert ranking.calibration.exchange == pytest.approx(10)
     assert ranking.calibration.observed_s > 1.5 * ranking.calibration.predicted_s
     # The layout that runs is predicted to take what it took, whatever the machine does beside the model.
     same = rank_layouts(known, window(known, slower=2))
     assert same.here.step_s == pytest.approx(same.calibration.observed_s, rel=1e-9)
+    late = rank_layouts(known, window(known, slower=2, wait_s=30.0))
+    assert late.here.step_s == pytest.approx(late.calibration.observed_s, rel=1e-9)
+    alone = next(one for one in late.candidates if one.topology.startswith("EP1"))
+    assert late.calibration.meet_s > 0.1 and alone.gain > same.candidates[-1].gain, "alone, nobody comes late"
     assert same.calibration.rest_s == pytest.approx(1e-3, rel=1e-6) and same.here.gain == 0.0
 
 
@@ -126,6 +130,8 @@ def test_a_small_gain_and_one_that_never_pays_are_no_advice() -> None:
 def test_idle_servers_and_empty_windows_gain_nothing() -> None:
     advisor = Advisor(facts(INSIDE, [SHM, crossing(1e-3, "")]))
     assert advisor.observe(window(advisor.facts, steps=0)).verdict == "idle"
+    few = advisor.observe(window(advisor.facts, steps=3))
+    assert few.verdict == "observing" and "3 steps in 30 s" in few.reason
     lazy = Advisor(advisor.facts, Rules(margin=9.0))
     said = [lazy.observe(window(advisor.facts, idle=0.9)) for _ in range(3)][-1]
     assert said.verdict == "idle" and "idle 90% of the time" in said.reason

@@ -1,0 +1,68 @@
+"""What the advisor has to know of a server that runs: its layout, model, machine and what ranks measured at the start.
+
+Not the advisor (topologies/advisor/). Units: bytes/s and FLOP/s that good kernels reach, seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..topologies.advisor.records import Facts
+from ..topologies.exchange_cost import LayoutLink
+from ..topologies.hardware import host_cores
+from ..topologies.machine import Machine
+from .auto_topology import machine_of
+from .kv_layout import step_limits
+from .messages import Ready
+from .metrics.bound import MEMORY_EFFICIENCY, RankCeilings
+from .resolve import Resolved
+
+
+def advisor_facts(
+    resolved: Resolved, ready: Sequence[Ready], ceilings: RankCeilings | None, *, start_s: float
+) -> Facts:
+    """Return what stays as it is while this layout runs.
+
+    Args:
+        resolved: what runs.
+        ready: what each replica said when it was.
+        ceilings: of a rank, as measured; None where nobody measured.
+        start_s: how long the start took.
+    """
+    topology, parallel = resolved.topology, resolved.config.parallel
+    gpus = (resolved.budget.rank_memory_bytes,) * topology.num_ranks if parallel.device == "cuda" else None
+    machine = machine_of(
+        resolved.config,
+        gpus=gpus,
+        cores=max(host_cores(), topology.num_ranks),
+        host_bytes=resolved.budget.rank_memory_bytes * topology.num_ranks,
+    )
+    if gpus is not None:
+        machine = replace(machine, memory_bytes=resolved.budget.rank_memory_bytes)  # the user's share of it already
+    measured = next((one.links for one in ready if one.links is not None), None)
+    links = [LayoutLink(topology=topology.long(), cost=cost) for cost in measured.exchanges] if measured else []
+    known = tuple(link for link in machine.links if link not in links)
+    return Facts(
+        topology=topology.long(),
+        footprint=resolved.footprint,
+        limits=step_limits(resolved.config),
+        machine=replace(_with_ceilings(machine, ceilings, topology.num_ranks), links=(*known, *links)),
+        experts=measured.experts if measured else None,
+        start_s=start_s,
+        kv_bytes=resolved.config.cache.kv_cache_memory_bytes,
+        weight_bytes=sum(sum(one.weight_bytes) for one in ready),
+    )
+
+
+def _with_ceilings(machine: Machine, ceilings: RankCeilings | None, num_ranks: int) -> Machine:
+    """Return `machine` with what good kernels reach of measured ceilings; ranks that share a host share these, too."""
+    if ceilings is None:
+        return machine
+    together = num_ranks if machine.is_shared else 1
+    rates = replace(
+        machine.ceilings,
+        memory_bandwidth=together * MEMORY_EFFICIENCY * ceilings.memory_bandwidth,
+        flops=together * ceilings.matrix_efficiency * ceilings.matrix_rate,
+    )
+    return replace(machine, ceilings=rates)

@@ -1,0 +1,43 @@
+"""/v1/topology/advice: what the advisor says of the layout that runs, with all candidates and the figures behind it.
+
+Not the advisor (topologies/advisor/) and not its windows (server/http/advising.py). Units: seconds, bytes, ratios.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.responses import JSONResponse, Response
+
+from ...topologies.advisor.records import OBSERVING
+from ..state import ServerState
+
+
+def add_advice_routes(app: FastAPI, state: ServerState) -> None:
+    """Add the routes."""
+
+    @app.get("/v1/topology/advice")
+    async def advice() -> Response:
+        return JSONResponse(advice_view(state))
+
+
+def advice_view(state: ServerState) -> dict[str, Any]:
+    """Return the latest advice as JSON; before the first window has ended, that there is none yet."""
+    interval = state.options.advice_interval_s
+    if state.advice is None:
+        running = state.config.parallel.topology
+        nothing: dict[str, Any] = {
+            "number": 0,
+            "time": 0.0,
+            "topology": running,
+            "verdict": OBSERVING,
+            "advised": running,
+            "gain": 0.0,
+        }
+        why = f"no window has ended yet; one takes {interval:g} s"
+        more: dict[str, Any] = {"reason": why, "candidates": [], "calibration": None, "excluded": []}
+        return {**nothing, **more, "interval_seconds": interval}
+    view: dict[str, Any] = msgspec.to_builtins(state.advice)
+    return {**view, "interval_seconds": interval}
