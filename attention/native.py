@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from ..kvcache import KVStorage
+from ..kvcache.storage import KVStorage
 from ..native.library import function, load
 from ..quant import NumberFormat
 from .batch import AttentionBatch, AttentionOptions

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kvcache import KVStorage
+from ..kvcache.storage import KVStorage
 from ..native.library import function
 from .native import KV_CODES
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..kvcache import KVStorage, Pages
+from ..kvcache.storage import KVStorage, Pages
 from .batch import AttentionBatch, AttentionOptions, DecodeBucket, PrefillSegment
 from .native import native_attention
 

@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from ..kvcache import KVStorage
+from ..kvcache.storage import KVStorage
 from .batch import AttentionBatch, AttentionOptions
 
 

@@ -1,7 +1,6 @@
-"""Paged KV: block pools, cache groups and storage (level 2)."""
+"""Paged KV (level 2): who owns a block, what a group of layers keeps; `storage` holds it and brings torch along."""
 
 from .block_pool import BlockPool
 from .groups import CacheGroup
-from .storage import KVStorage, Pages
 
-__all__ = ["BlockPool", "CacheGroup", "KVStorage", "Pages"]
+__all__ = ["BlockPool", "CacheGroup"]

@@ -7,11 +7,14 @@ Units: bytes, tokens, blocks. A block holds `block_size` tokens of every layer o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..quant import NumberFormat
 from ..topologies.kv_sizes import WINDOWED
+
+if TYPE_CHECKING:
+    from ..quant import NumberFormat  # torch comes with it, which the scheduler does without
 
 KINDS = ("full", "window", "chunk", "latent")
 

@@ -14,7 +14,7 @@ import torch
 
 from ..attention.batch import AttentionBatch
 from ..attention.tensor_parallel import TensorParallelGroup
-from ..kvcache import KVStorage
+from ..kvcache.storage import KVStorage
 from ..moe.experts import gated_ffn
 from ..moe.layer import MoELayer, RoutingObserver
 from ..moe.wide_ep.exchanges.contract import Exchange

@@ -13,7 +13,7 @@ import torch
 
 from ..attention.batch import AttentionBatch
 from ..attention.paged import paged_attention
-from ..kvcache import KVStorage
+from ..kvcache.storage import KVStorage
 from ..quant import PackedTensor, head_linear, linear
 from .config import ModelConfig
 from .layers import RowPositions, attention_options, rms_norm

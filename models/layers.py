@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from ..attention.batch import AttentionBatch, AttentionOptions
 from ..attention.paged import paged_attention
 from ..attention.tensor_parallel import TensorParallelGroup
-from ..kvcache import KVStorage
+from ..kvcache.storage import KVStorage
 from ..quant import linear
 from .config import ModelConfig, QueryTemperature
 from .rotary import Angles, Rotary

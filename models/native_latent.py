@@ -12,7 +12,7 @@ import ctypes
 import torch
 
 from ..attention.native import KV_CODES
-from ..kvcache import KVStorage
+from ..kvcache.storage import KVStorage
 from ..native.library import function
 from ..quant import PackedTensor
 from ..quant.native_linear import HeadLinearArgs, LinearArgs, head_linear_args, linear_args

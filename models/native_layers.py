@@ -16,7 +16,7 @@ import torch
 from ..attention.batch import AttentionBatch
 from ..attention.native import KV_CODES, AttentionArgs, AttentionStepArgs, NativeAttention
 from ..attention.native_heads import HeadSteps, QkvEpilogue, QkvEpilogueArgs
-from ..kvcache import KVStorage
+from ..kvcache.storage import KVStorage
 from ..moe.gated import SILU
 from ..moe.layer import MoELayer
 from ..moe.native_experts import ExpertFfnArgs, ffn_args

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..attention.tensor_parallel import ALL_HEADS, TensorParallelGroup
-from ..kvcache import KVStorage
+from ..kvcache.storage import KVStorage
 from ..models.decoder import Decoder, ForwardBatch
 from ..models.families import load_config
 from ..models.footprint import cache_groups, kv_groups

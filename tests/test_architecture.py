@@ -324,6 +324,12 @@ def test_importing_the_facade_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
 
 
+def test_an_engine_whose_ranks_are_processes_does_without_torch() -> None:
+    """Importing it would take a second or two of every start, and a hundred MB for as long as the engine lives."""
+    code = "import sys, moewe.runtime.engine_main; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
+
+
 def test_architecture_page_names_files_that_exist() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     tops = "|".join({name.split(".")[0] for name in LEVELS})

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from ...attention.tensor_parallel_metered import MeteredGroup
-from ...kvcache import KVStorage
+from ...kvcache.storage import KVStorage
 from ...moe.wide_ep.exchanges import Exchange
 from ...telemetry import resident_of
 from .batch import WorkerBatch

@@ -21,7 +21,7 @@ from moewe.attention import reference
 from moewe.attention.batch import AttentionOptions
 from moewe.attention.build import build_native_batch
 from moewe.attention.paged import paged_attention
-from moewe.kvcache import KVStorage
+from moewe.kvcache.storage import KVStorage
 from moewe.native.cpu import ISAS, amx_is_permitted, this_cpu
 from moewe.native.library import load
 from tests.support.attention_steps import LAYER, Rows, Sequence, Shape, fill_with_nan, random_sequence, write

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moewe.attention.native_heads import HeadSteps, QkvEpilogue
-from moewe.kvcache import CacheGroup, KVStorage
+from moewe.kvcache import CacheGroup
+from moewe.kvcache.storage import KVStorage
 from moewe.models.config import RotaryConfig
 from moewe.models.layers import rms_norm
 from moewe.models.rotary import Angles, Rotary

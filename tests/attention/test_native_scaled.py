@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from moewe.attention.batch import AttentionOptions
 from moewe.attention.native_heads import HeadSteps, QkvEpilogue
 from moewe.attention.paged import paged_attention
-from moewe.kvcache import KVStorage
 from moewe.kvcache.scaled import SMALLEST_HEAD
+from moewe.kvcache.storage import KVStorage
 from tests.attention.test_native_bits import SHAPES, attend, options_of, queries_of
 from tests.support.attention_steps import LAYER, Shape, make_step, random_sequence
 from tests.support.native import needs_native, team_of

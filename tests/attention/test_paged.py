@@ -15,7 +15,7 @@ from moewe.attention import paged, reference
 from moewe.attention.batch import AttentionOptions
 from moewe.attention.build import build_attention_batch
 from moewe.attention.paged import paged_attention
-from moewe.kvcache import KVStorage
+from moewe.kvcache.storage import KVStorage
 from tests.support.attention_steps import (
     LAYER,
     Rows,

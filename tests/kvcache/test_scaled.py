@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from moewe.attention.paged import paged_attention
-from moewe.kvcache import CacheGroup, KVStorage
+from moewe.kvcache import CacheGroup
 from moewe.kvcache.scaled import SMALLEST_HEAD, dequantize_heads, quantize_heads
+from moewe.kvcache.storage import KVStorage
 from moewe.quant import FORMATS, KV_FORMATS, parse_kv_format
 from tests.attention.test_paged import KINDS, STEPS, options_of
 from tests.support.attention_steps import LAYER, Shape, make_step

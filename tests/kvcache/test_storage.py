@@ -6,7 +6,8 @@ import psutil
 import pytest
 import torch
 
-from moewe.kvcache import CacheGroup, KVStorage
+from moewe.kvcache import CacheGroup
+from moewe.kvcache.storage import KVStorage
 from moewe.quant import FORMATS
 from tests.support.numerics import assert_same
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moewe.kvcache import KVStorage
+from moewe.kvcache.storage import KVStorage
 from moewe.models import decoder
 from moewe.models.config import LatentConfig, ModelConfig, RotaryConfig
 from moewe.models.footprint import cache_groups

@@ -16,8 +16,9 @@ import torch
 from moewe.attention import reference
 from moewe.attention.batch import AttentionBatch, AttentionOptions
 from moewe.attention.build import build_attention_batch, build_native_batch
-from moewe.kvcache import CacheGroup, KVStorage
+from moewe.kvcache import CacheGroup
 from moewe.kvcache.scaled import dequantize_heads, quantize_heads
+from moewe.kvcache.storage import KVStorage
 from moewe.quant import FORMATS, KV_FORMATS, NumberFormat
 
 LAYER = 3

@@ -18,8 +18,8 @@ import torch
 
 from moewe.attention.batch import AttentionBatch
 from moewe.attention.build import build_attention_batch
-from moewe.kvcache import KVStorage
 from moewe.kvcache.groups import CacheGroup, first_visible
+from moewe.kvcache.storage import KVStorage
 from moewe.models.config import ModelConfig
 from moewe.models.decoder import Decoder, ForwardBatch
 from moewe.models.families import load_config

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from moewe.attention.build import build_attention_batch
-from moewe.kvcache import KVStorage
 from moewe.kvcache.groups import first_visible
+from moewe.kvcache.storage import KVStorage
 from moewe.models.config import ModelConfig
 from moewe.models.decoder import Decoder, ForwardBatch
 from moewe.models.footprint import cache_groups
