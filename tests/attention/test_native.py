@@ -16,6 +16,7 @@ from moewe.native.library import load
 from tests.attention.test_paged import KINDS, OPTIONS, SINKS, STEPS, options_of
 from tests.support.attention_steps import LAYER, Shape, Step, make_step, write
 from tests.support.numerics import assert_near
+from tests.support.pairwise import each_pair
 
 pytestmark = pytest.mark.skipif(load() is None, reason="no native kernels here")
 
@@ -31,9 +32,7 @@ def shape_of(kind: str) -> Shape:
     return Shape(made.heads, made.widths, made.kind, made.window, made.block_size, "bfloat16")
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("step", STEPS)
+@each_pair(step=STEPS.keys(), kind=KINDS.keys(), options=OPTIONS.keys())
 def test_every_kind_with_all_options(step: str, kind: str, options: str) -> None:
     shape = shape_of(kind)
     for stale in ("foreign", "nothing"):

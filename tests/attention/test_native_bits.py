@@ -5,9 +5,6 @@ Slots that no token of the sequence has been written to hold NaN: they must not 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -22,7 +19,6 @@ from moewe.attention.batch import AttentionOptions
 from moewe.attention.build import build_native_batch
 from moewe.attention.paged import paged_attention
 from moewe.kvcache.storage import KVStorage
-from moewe.native.cpu import ISAS, amx_is_permitted, this_cpu
 from moewe.native.library import load
 from tests.support.attention_steps import LAYER, Rows, Sequence, Shape, fill_with_nan, random_sequence, write
 from tests.support.numerics import assert_same
@@ -168,22 +164,3 @@ def test_a_sequence_that_is_not_finite_spoils_no_other(name: str) -> None:
     assert_same(got[0, 1:], expected[0, 1:])
     sequence.k[50, 0, 3] = torch.nan
     assert attend(shape, q, sequence, options_of(shape), cuts=[99, 100])[0, 0].isnan().all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("isa", ISAS[1:])
-def test_other_instructions_pass_too(isa: str) -> None:
-    """The tests of native kernels once more, in a process that may not use better ones."""
-    if isa not in this_cpu().isas() or (isa == "avx512" and not amx_is_permitted()):
-        pytest.skip(f"this CPU has nothing better than {isa}, which the other tests use, or lacks it")
-    if os.environ.get("MOEWE_NATIVE_ISA"):
-        pytest.skip("this is that process")
-    folder = os.path.dirname(__file__)
-    names = ("test_native.py", "test_native_bits.py", "test_native_heads.py", "test_native_scaled.py")
-    files = [os.path.join(folder, name) for name in names]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *files]
-    command += ["-k", "not every_kind_with_all_options"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "MOEWE_NATIVE_ISA": isa}, check=False, timeout=600
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

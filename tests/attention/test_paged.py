@@ -28,6 +28,7 @@ from tests.support.attention_steps import (
     write,
 )
 from tests.support.numerics import assert_near, assert_same
+from tests.support.pairwise import each_pair
 
 STEPS = {
     "nothing": ([], []),
@@ -70,18 +71,18 @@ def check(step: Step, options: AttentionOptions) -> None:
     assert_near(reference.paged_attention(step.q, step.storage, LAYER, step.batch, options), expected, format="float32")
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("step", STEPS)
+@each_pair(step=STEPS.keys(), kind=KINDS.keys(), options=OPTIONS.keys())
 def test_every_kind_with_all_options(step: str, kind: str, options: str) -> None:
     for stale in ("foreign", "nothing") if options == "plain" else ("foreign",):  # tables know nothing of options
         check(make_step(KINDS[kind], *STEPS[step], stale=stale), options_of(options, KINDS[kind].heads[0]))
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=["mha", "gqa", "mqa"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("options", ["plain", "cap_and_sinks"])  # the two paths
-@pytest.mark.parametrize("step", STEPS)
+@each_pair(
+    step=STEPS.keys(),
+    options=["plain", "cap_and_sinks"],  # the two paths
+    dtype=["float32", "bfloat16", "float16"],
+    heads={"mha": (4, 4), "gqa": (4, 2), "mqa": (6, 1)},
+)
 def test_every_format_and_grouping(step: str, options: str, dtype: str, heads: tuple[int, int]) -> None:
     for kind, window in (("full", 0), ("window", 6)):
         shape = Shape(heads=heads, kind=kind, window=window, dtype=dtype)
@@ -118,9 +119,11 @@ def test_random_steps(kind, window, block_size, segments, decodes, options, num_
     assert step.batch.kv_tokens_read == step.tokens_seen() and step.batch.pairs_scored == step.pairs_scored()
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 7, 33])
-@pytest.mark.parametrize("options", ["plain", "cap_and_sinks"])
-@pytest.mark.parametrize("kind", ["full", "window_of_a_block", "window_odd", "chunk_odd", "chunk_of_blocks", "latent"])
+@each_pair(
+    kind=["full", "window_of_a_block", "window_odd", "chunk_odd", "chunk_of_blocks", "latent"],
+    options=["plain", "cap_and_sinks"],
+    chunk=[1, 5, 7, 33],
+)
 def test_a_prompt_in_chunks_with_blocks_freed_behind_it(kind: str, options: str, chunk: int) -> None:
     shape, length = KINDS[kind], 33
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ from moewe.moe.gated import SILU, Activation, ExpertWeights
 from moewe.moe.reference import grouped_ffn_reference
 from moewe.quant import FP8_BLOCK, MXFP4_SCHEME, QuantScheme, QuantTensor
 from tests.support.numerics import assert_near, assert_same
+from tests.support.pairwise import each_pair
 
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COUNTS = {
@@ -96,10 +97,12 @@ def with_biases(weights: ExpertWeights) -> ExpertWeights:
     return weights
 
 
-@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
-@pytest.mark.parametrize("number_format", FORMATS)
-@pytest.mark.parametrize("shape", [(64, 48), (40, 17)], ids=str)
-@pytest.mark.parametrize("activation", [SILU, CLAMPED], ids=lambda a: a.kind)
+@each_pair(
+    counts=COUNTS,
+    number_format=FORMATS.keys(),
+    shape=[(64, 48), (40, 17)],
+    activation={"silu": SILU, "clamped": CLAMPED},
+)
 def test_biases_and_activations(
     counts: list[int], number_format: str, shape: tuple[int, int], activation: Activation
 ) -> None:

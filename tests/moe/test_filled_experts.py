@@ -21,14 +21,17 @@ from tests.moe.exchanges.test_padded import EmptyLink
 from tests.moe.test_experts import CLAMPED, COUNTS, FORMATS, experts, quantised, with_biases
 from tests.moe.test_layer import FFN, FFN_WIDTH, NUM_EXPERTS, WIDTH, Switches, Weights, all_weights
 from tests.support.numerics import assert_near
+from tests.support.pairwise import each_pair
 
 VOID = 7
 
 
-@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
-@pytest.mark.parametrize("number_format", FORMATS)
-@pytest.mark.parametrize("shape", [(64, 48), (40, 17)], ids=str)
-@pytest.mark.parametrize("activation", [SILU, CLAMPED], ids=["silu", "clamped"])
+@each_pair(
+    counts=COUNTS,
+    number_format=FORMATS.keys(),
+    shape=[(64, 48), (40, 17)],
+    activation={"silu": SILU, "clamped": CLAMPED},
+)
 def test_what_is_filled_equals_reference(
     counts: list[int], number_format: str, shape: tuple[int, int], activation: Activation
 ) -> None:

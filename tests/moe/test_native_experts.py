@@ -16,6 +16,7 @@ from moewe.quant import PackedTensor, pack
 from tests.support.cases import RoutingCase, random_ids, routing_cases
 from tests.support.native import needs_native, team_of
 from tests.support.numerics import assert_near, assert_same
+from tests.support.pairwise import each_pair
 from tests.support.routed import routed
 
 pytestmark = needs_native
@@ -31,7 +32,6 @@ COUNTS = {
     "nothing": [0, 0, 0, 0],
 }
 SHAPES = [(64, 64), (640, 192), (192, 96), (96, 33), (33, 16), (32, 80), (40, 17), (16, 1)]
-counts_of = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
@@ -60,9 +60,7 @@ def rows_of(number: int, width: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(number, width, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
-@counts_of
-@shapes
-@pytest.mark.parametrize("activation", [SILU, CLAMPED], ids=lambda a: a.kind)
+@each_pair(counts=COUNTS, shape=SHAPES, activation={"silu": SILU, "clamped": CLAMPED})
 def test_experts_equal_the_reference(counts: list[int], shape: tuple[int, int], activation: Activation) -> None:
     weights = experts(len(counts), shape, biases=activation is CLAMPED)
     rows, tokens_per_slot = rows_of(sum(counts), shape[0]), torch.tensor(counts)

@@ -15,6 +15,7 @@ from moewe.quant import PackedTensor, WeightScheme, down_scheme, quantize, weigh
 from moewe.quant.reference import quantized_rows_reference
 from tests.support.native import needs_native, team_of
 from tests.support.numerics import assert_near, assert_same
+from tests.support.pairwise import each_pair
 
 pytestmark = needs_native
 
@@ -27,10 +28,13 @@ COUNTS = {
     "one_row": [0, 0, 0, 1],
     "nothing": [0, 0, 0, 0],
 }
-SCHEMES = [weight_scheme("int8"), *(weight_scheme("int4", group=group) for group in (32, 64, 128))]
-counts_of = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
-shapes = pytest.mark.parametrize("shape", [(64, 64), (640, 192), (192, 96), (33, 16), (40, 17), (16, 1)], ids=str)
-schemes = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: f"{s.kind}-{s.group}")
+SCHEMES = {
+    "int8": weight_scheme("int8"),
+    **{f"int4-{group}": weight_scheme("int4", group=group) for group in (32, 64, 128)},
+}
+SHAPES = [(64, 64), (640, 192), (192, 96), (33, 16), (40, 17), (16, 1)]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+schemes = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
 
 
 def experts(
@@ -78,10 +82,7 @@ def reference(rows: torch.Tensor, counts: list[int], weights: ExpertWeights, cla
     return torch.cat(done)
 
 
-@counts_of
-@shapes
-@schemes
-@pytest.mark.parametrize("activation", [SILU, CLAMPED], ids=lambda a: a.kind)
+@each_pair(counts=COUNTS, shape=SHAPES, scheme=SCHEMES, activation={"silu": SILU, "clamped": CLAMPED})
 def test_experts_equal_the_reference(
     counts: list[int], shape: tuple[int, int], scheme: WeightScheme, activation: Activation
 ) -> None:
@@ -111,9 +112,7 @@ def test_a_row_has_the_same_bits_whatever_goes_with_it(shape: tuple[int, int], s
                 assert_same(grouped_ffn(rows[keep], some, weights, SILU), alone[keep])
 
 
-@schemes
-@pytest.mark.parametrize("shape", [(640, 192), (40, 17)], ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 5, 16, 40])
+@each_pair(num_tokens=[1, 5, 16, 40], shape=[(640, 192), (40, 17)], scheme=SCHEMES)
 def test_rows_of_a_token_that_goes_to_several_experts(
     num_tokens: int, shape: tuple[int, int], scheme: WeightScheme
 ) -> None:
@@ -137,10 +136,10 @@ def test_rows_of_a_token_that_goes_to_several_experts(
             assert_same(native_ffn(apart, weights, tokens_per_slot=counts, row_tokens=there), expected)
 
 
-@counts_of
-@shapes
+@each_pair(counts=COUNTS, shape=SHAPES)
 def test_down_projections_may_be_int8_where_the_others_are_int4(counts: list[int], shape: tuple[int, int]) -> None:
-    weights, rows = experts(len(counts), shape, SCHEMES[1], down_scheme(SCHEMES[1])), rows_of(sum(counts), shape[0])
+    scheme, rows = SCHEMES["int4-32"], rows_of(sum(counts), shape[0])
+    weights = experts(len(counts), shape, scheme, down_scheme(scheme))
     assert isinstance(weights.w2, PackedTensor) and weights.w2.format == "int8"
     actual = grouped_ffn(rows, torch.tensor(counts), weights, SILU)
     if rows.shape[0]:
@@ -149,9 +148,7 @@ def test_down_projections_may_be_int8_where_the_others_are_int4(counts: list[int
         assert_same(grouped_ffn(rows, torch.tensor(counts), weights, SILU), actual)
 
 
-@schemes
-@pytest.mark.parametrize("shape", [(64, 64), (192, 96), (40, 17)], ids=str)
-@pytest.mark.parametrize("counts", [[1, 3, 0, 0], [2, 0, 40, 5], [33, 1, 1, 1]], ids=str)
+@each_pair(counts=[[1, 3, 0, 0], [2, 0, 40, 5], [33, 1, 1, 1]], shape=[(64, 64), (192, 96), (40, 17)], scheme=SCHEMES)
 def test_an_expert_beyond_the_range_of_fp16_stays_finite_and_by_itself(
     counts: list[int], shape: tuple[int, int], scheme: WeightScheme
 ) -> None:  # P-EP-07

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from moewe.moe.routing import RoutingConfig, route
 from moewe.moe.routing.reference import route_reference
 from tests.support.numerics import ROUTING_WEIGHTS, assert_same, assert_within
+from tests.support.pairwise import each_pair
 
 
 def config(
@@ -24,11 +25,13 @@ def config(
     )
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 33])
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("shape", [(8, 2), (16, 12), (4, 4), (1500, 8), (1, 1)])
+@each_pair(
+    shape=[(8, 2), (16, 12), (4, 4), (1500, 8), (1, 1)],
+    num_tokens=[33, 1, 0],
+    scoring=["softmax", "sigmoid"],
+    renormalize=[False, True],
+    biased=[False, True],
+)
 def test_route_equals_reference(
     num_tokens: int, scoring: str, renormalize: bool, biased: bool, shape: tuple[int, int]
 ) -> None:

@@ -13,8 +13,9 @@ from moewe.quant import MXFP4, PackedTensor, QuantScheme, QuantTensor, pack, pac
 from tests.support.cases import RoutingCase, routing_cases
 from tests.support.native import needs_native, team_of
 from tests.support.numerics import assert_near, assert_same
+from tests.support.pairwise import each_pair
 from tests.support.routed import routed
-from tests.support.stored import SCHEMES, schemes, stored
+from tests.support.stored import NAMED, SCHEMES, schemes, stored
 
 pytestmark = needs_native
 
@@ -27,9 +28,8 @@ COUNTS = {
     "one_row": [0, 0, 0, 1],
     "nothing": [0, 0, 0, 0],
 }
-counts_of = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
 # (D, F); MXFP4 is stored in whole blocks of 32 inputs.
-shapes = pytest.mark.parametrize("shape", [(64, 64), (640, 192), (192, 96), (96, 33), (40, 17), (16, 1)], ids=str)
+SHAPES = [(64, 64), (640, 192), (192, 96), (96, 33), (40, 17), (16, 1)]
 
 
 def experts(num_slots: int, shape: tuple[int, int], scheme: QuantScheme) -> ExpertWeights:
@@ -65,9 +65,7 @@ def rows_of(number: int, width: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(number, width, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
-@counts_of
-@shapes
-@schemes
+@each_pair(counts=COUNTS, shape=SHAPES, scheme=NAMED)
 def test_experts_equal_the_reference(counts: list[int], shape: tuple[int, int], scheme: QuantScheme) -> None:
     weights = experts(len(counts), shape, scheme)
     tokens_per_slot, rows = torch.tensor(counts), rows_of(sum(counts), weights.w2.shape[1])
@@ -119,7 +117,7 @@ def test_one_ffn_for_all_rows_is_an_expert_that_all_rows_go_to(scheme: QuantSche
         assert_same(gated_ffn(rows[:number], one), expected)
 
 
-@schemes
+@pytest.mark.parametrize("scheme", SCHEMES[:2], ids=lambda s: s.kind)
 @routing_cases
 def test_one_call_with_the_combine_gives_the_bits_of_bf16(case: RoutingCase, scheme: QuantScheme) -> None:
     """Dropped choices (-1) included."""

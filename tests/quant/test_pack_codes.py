@@ -10,13 +10,13 @@ from moewe.quant.native_linear import native_linear
 from moewe.quant.reference import dequantize_reference
 from tests.support.native import needs_native, team_of
 from tests.support.numerics import assert_near, assert_same
-from tests.support.stored import clone, schemes, stored
+from tests.support.pairwise import each_pair
+from tests.support.stored import NAMED, clone, schemes, stored
 
 pytestmark = needs_native
 
 # (N, K): whole tiles, one column tile, widths that no tile divides. MXFP4 is stored in whole blocks of 32.
 SHAPES = [(64, 64), (16, 32), (640, 192), (96, 33), (33, 96), (48, 640), (5, 7), (1, 1), (272, 1040)]
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 DEEPSEEK = QuantScheme(kind=FP8_BLOCK, block=(128, 128))
 
 
@@ -29,9 +29,7 @@ def rows_of(number: int, width: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(number, width, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
-@schemes
-@shapes
-@pytest.mark.parametrize("threads", [1, 2])
+@each_pair(scheme=NAMED, shape=SHAPES, threads=[1, 2])
 def test_what_is_packed_comes_back(scheme: QuantScheme, shape: tuple[int, int], threads: int) -> None:
     original = matrix(scheme, shape)
     with team_of(threads):
@@ -48,9 +46,7 @@ def test_numbers_are_those_of_the_definitions(scheme: QuantScheme, shape: tuple[
     assert_same(pack_codes(original).dequantize(torch.float32), dequantize_reference(original))
 
 
-@schemes
-@shapes
-@pytest.mark.parametrize("in_place", [False, True])
+@each_pair(scheme=NAMED, shape=SHAPES, in_place=[False, True])
 def test_stacks_and_gates_come_back(scheme: QuantScheme, shape: tuple[int, int], in_place: bool) -> None:
     original = matrix(scheme, (2 * shape[0], shape[1]), 3, sections=2)
     expected = original.dequantize(torch.float32)
@@ -98,8 +94,7 @@ def test_bytes_are_exact() -> None:
     assert pack_codes(stored(by_output, 264, 300)).num_bytes == 272 * 320 + 17 * 3 * 16 * 4
 
 
-@schemes
-@shapes
+@each_pair(scheme=NAMED, shape=SHAPES)
 def test_products_equal_the_reference(scheme: QuantScheme, shape: tuple[int, int]) -> None:
     original = matrix(scheme, shape)
     rows, bias = rows_of(100, original.shape[1]), rows_of(1, original.shape[0], seed=5)[0]
@@ -119,9 +114,7 @@ def test_products_equal_the_reference(scheme: QuantScheme, shape: tuple[int, int
         assert_same(native_linear(x, packed, bias, residual=residual), residual + actual)
 
 
-@schemes
-@shapes
-@pytest.mark.parametrize("threads", [1, 2])
+@each_pair(scheme=NAMED, shape=SHAPES, threads=[1, 2])
 def test_bits_are_those_of_bf16_in_any_company(scheme: QuantScheme, shape: tuple[int, int], threads: int) -> None:
     original = matrix(scheme, shape)
     packed, x = pack_codes(original), rows_of(75, original.shape[1])

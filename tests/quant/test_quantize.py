@@ -9,6 +9,7 @@ from moewe.quant import WeightScheme, quantize, weight_scheme
 from moewe.quant.reference import int4_grids_reference, quantize_int8_reference
 from tests.support.native import needs_native, team_of
 from tests.support.numerics import assert_near, assert_same
+from tests.support.pairwise import each_pair
 
 pytestmark = needs_native
 
@@ -77,9 +78,7 @@ def test_any_number_format_is_a_source(scheme: WeightScheme, dtype: torch.dtype)
     )
 
 
-@shapes
-@schemes
-@pytest.mark.parametrize("threads", [1, 2])
+@each_pair(shape=SHAPES, scheme={f"{s.kind}-{s.group}": s for s in (INT8, *INT4)}, threads=[1, 2])
 def test_stacks_gates_and_threads_change_no_number(shape: tuple[int, int], scheme: WeightScheme, threads: int) -> None:
     stack = noise(3, 2 * shape[0], shape[1])
     one_by_one = torch.stack([quantize(matrix, scheme).dequantize(torch.float32) for matrix in stack])

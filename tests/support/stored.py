@@ -14,7 +14,8 @@ from moewe.quant import FP8_BLOCK, MXFP4_SCHEME, QuantScheme, QuantTensor
 # blocks that divide nothing; a scale for each output; groups that change between two inputs of a pair.
 FP8_BLOCKS = [(128, 128), (16, 64), (48, 40), (24, 40), (1, 96), (5, 7)]
 SCHEMES = [MXFP4_SCHEME, *(QuantScheme(kind=FP8_BLOCK, block=block) for block in FP8_BLOCKS)]
-schemes = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: f"{s.kind}-{s.block[0]}x{s.block[1]}")
+NAMED = {f"{scheme.kind}-{scheme.block[0]}x{scheme.block[1]}": scheme for scheme in SCHEMES}
+schemes = pytest.mark.parametrize("scheme", NAMED.values(), ids=NAMED.keys())
 
 
 def stored(scheme: QuantScheme, *shape: int, sections: int = 1, seed: int = 0) -> QuantTensor:

@@ -19,6 +19,7 @@ from moewe.moe.wide_ep.exchanges.traffic import TrafficMeter
 from moewe.topologies.exchange_choice import OVER_LINKS
 from tests.support.cases import ROUTING_CASES, RoutingCase, drawn_cases
 from tests.support.exchanges import check_in_halves, partitions, shape_of
+from tests.support.pairwise import each_pair
 from tests.support.ranks import run_threads
 
 TURNS = {"all_to_all": [COUNTS, ROWS, ANSWERS], "hierarchical": [COUNTS, ROWS, ANSWERS], "padded": [ROWS, ANSWERS]}
@@ -39,9 +40,11 @@ def halved(case: RoutingCase) -> list[int]:
     return [(len(ids) + 1) // 2 for ids in case.ids]
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["weights behind", "weights with rows"])
-@pytest.mark.parametrize("name", OVER_LINKS)
-@pytest.mark.parametrize("case", ROUTING_CASES, ids=lambda case: case.name)
+@each_pair(
+    case={case.name: case for case in ROUTING_CASES},
+    name=OVER_LINKS,
+    early={"weights behind": False, "weights with rows": True},
+)
 def test_halves_in_turns_give_the_bits_of_the_whole(case: RoutingCase, name: str, early: bool) -> None:
     sizes = (case.num_ranks - case.num_ranks // 2, case.num_ranks // 2) if case.num_ranks > 1 else ()
     check(case, shape_of(case, sizes), name, cuts=halved(case), early=early)
