@@ -33,12 +33,12 @@ def team_of(threads: int) -> Iterator[None]:
         library.moewe_set_threads(1)
 
 
-def run_tests_on(isa: str, *files: str) -> None:
-    """Run test files in a process whose kernels use `isa`; skip where the CPU lacks it."""
+def run_tests_on(isa: str, *tests: str) -> None:
+    """Run tests, named as pytest does, in a process whose kernels use `isa`; skip where the CPU lacks it."""
     if isa not in this_cpu().isas():
         pytest.skip(f"this CPU has no {isa}")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", *files],
+        [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", *tests],
         cwd=ROOT, env={**os.environ, "MOEWE_NATIVE_ISA": isa}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
