@@ -21,6 +21,8 @@ from ...models.source import resolve_model
 from ...moe.wide_ep.balancing.load_file import read_load
 from ...native.bandwidth import measure_read_bandwidth
 from ...native.matrix_rate import measure_matrix_rate
+from ...runtime.known_links import recall
+from ...topologies.exchange_cost import ExchangeCost
 from ...topologies.hardware import available_memory_bytes, host_cores, host_memory_bytes
 from ...topologies.layout import Layout, load_layout
 from ...topologies.machine import HOST_CEILINGS
@@ -44,6 +46,7 @@ class Asked:
         models: by format of weights, the model in it.
         checked: where its facts are from, in words.
         hardware, workload, popularity: see there.
+        link: what an exchange takes on this host, as ranks measured it when they last started; None: not known.
         layout: pools by name; None searches all of `num_gpus`.
         num_gpus: that there are; 0 where a layout says it.
         targets: of a search.
@@ -66,6 +69,7 @@ class Asked:
     utilization: float
     price: float | None
     watts: float | None
+    link: ExchangeCost | None = None
 
     @property
     def model(self) -> Architecture:
@@ -109,6 +113,7 @@ def read_asked(tool: Mapping[str, Any]) -> Asked:
         utilization=utilization,
         price=tool.get("price"),
         watts=tool.get("power", hardware.power_watts or None),
+        link=recall("cpu") if key == LOCAL else None,
     )
 
 
@@ -147,7 +152,7 @@ def read_popularity(text: str, config: ModelConfig) -> Popularity:
 
 
 def local_hardware() -> Hardware:
-    """Return this host as it measures now: memory and products of all cores; links are orders of magnitude."""
+    """Return this host as it measures now: memory and products of all cores."""
     cores = host_cores()
     rate = measure_matrix_rate(cores)
     measured = (("memory_bandwidth", "measured now"), ("bf16_flops", "measured now" if rate else "assumed"))

@@ -42,6 +42,7 @@ def given_record(asked: Asked) -> dict[str, Any]:
             "kv_bytes_per_token": sum(group.bytes_per_token for group in footprint.kv_groups),
         },
         "hardware": hardware_record(asked.hardware),
+        "measured_exchange": None if asked.link is None else str(asked.link),
         "workload": {
             "isl": workload.isl,
             "osl": workload.osl,

@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moewe.models.families import load_config
 from moewe.moe.wide_ep.balancing.load_file import ExpertLoad, write_load
 from moewe.server.cli import main as cli
+from moewe.server.plan import inputs
+from moewe.topologies.exchange_cost import ExchangeCost
 from tests.support.fixtures import checkpoint, copy_checkpoint
 
 
@@ -81,6 +84,25 @@ def test_a_recorded_load_makes_ranks_uneven(capfd: pytest.CaptureFixture[str], t
     assert late[1] > late[0]
     code, _, err = run(capfd, "qwen3-30b-a3b", "--popularity", str(path))
     assert code == 1 and "num_layers=32, but the model has 48" in err
+
+
+def test_this_host_takes_for_an_exchange_what_its_ranks_measured_last(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: dict[str, ExchangeCost] = {}
+    monkeypatch.setattr(inputs, "recall", known.get)
+    monkeypatch.setattr(inputs, "_FILL_SECONDS", 0.01)
+    monkeypatch.setattr(inputs, "host_cores", lambda: 4)
+    monkeypatch.setattr(inputs, "measure_matrix_rate", lambda _: None)
+    words = (str(checkpoint("T-MIX")), "--topology", "EP2DP1", "--hardware", "local", "--workload", "isl=16,osl=16")
+    before = record(capfd, *words)
+    assert before["measured_exchange"] is None
+    known["cpu"] = ExchangeCost(name="shm", fixed_s=0.25, within_s=1e-9, between_s=0.0)
+    after = record(capfd, *words)
+    parts = {part["name"]: part["seconds"] for part in after["decode_step"]["parts"]}
+    layers = load_config(checkpoint("T-MIX")).num_layers
+    assert parts["exchange"] == pytest.approx(0.25 * layers, rel=1e-3)
+    assert after["measured_exchange"].startswith("shm takes 250.00 ms a layer")
 
 
 def test_pools_for_prompts_and_for_decoding(capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..exchange_cost import ExchangeCost, bytes_sent
+from ..exchange_cost import BETWEEN, WITHIN, ExchangeCost, bytes_sent
 from ..grid import RankGrid
 from .hardware import EXPERTS
 from .routing import places_hit
@@ -46,7 +46,7 @@ def exchange_seconds(setting: Setting, own: float, *, is_decode: bool) -> Exchan
     """Return the exchanges of a step in which a rank has `own` rows.
 
     A row goes once to each rank that holds experts of it, or once for each expert where the machine's decode kernels
-    do that; the rank itself costs nothing. Where somebody measured the exchange of this layout, that is what it takes;
+    do that; the rank itself costs nothing. Where somebody measured an exchange over such links, that is what it takes;
     else formulas say it. A group wider than a domain: what leaves a domain goes over the slow link,
     in prompts once for each domain (links inside forward it), and both links work at once.
     """
@@ -54,7 +54,7 @@ def exchange_seconds(setting: Setting, own: float, *, is_decode: bool) -> Exchan
     layers = footprint.num_moe_layers
     if ep == 1 or not layers:
         return ExchangeTime(num_bytes=0, latency_seconds=0, bandwidth_seconds=0)
-    if setting.link is not None:
+    if setting.link is not None and _is_known(setting, setting.link):
         return _as_measured(setting, setting.link, own)
     size = hardware.domain_size
     domains = -(-ep // size)
@@ -76,6 +76,11 @@ def exchange_seconds(setting: Setting, own: float, *, is_decode: bool) -> Exchan
         latency_seconds=latency * layers,
         bandwidth_seconds=moving * layers,
     )
+
+
+def _is_known(setting: Setting, link: ExchangeCost) -> bool:
+    grid = RankGrid(setting.topology, setting.hardware.domain_size)
+    return link.link(BETWEEN if grid.spans_domains else WITHIN) is not None
 
 
 def _as_measured(setting: Setting, link: ExchangeCost, own: float) -> ExchangeTime:

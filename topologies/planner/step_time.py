@@ -58,7 +58,7 @@ class Setting:
         popularity: of experts.
         overlap: two halves of the rows take turns, one's exchange under the other's experts.
         constants: see there.
-        link: what an exchange of this layout takes, where somebody measured it.
+        link: what an exchange takes, where somebody measured it, over the links that it was measured on.
     """
 
     model: Architecture

@@ -153,6 +153,8 @@ def test_an_exchange_that_somebody_measured_takes_what_was_measured() -> None:
     assert one.part("exchange").num_bytes == pytest.approx(num_bytes)
     assert one.part("exchange").seconds == pytest.approx(4 * 0.5 + num_bytes * 0.01)
     assert apart.part("exchange").seconds == pytest.approx(4 * 0.5 + num_bytes * 0.1)
+    inside = replace(cost, between_s=0.0)
+    assert step("EP2DP1[domains=1+1]", link=inside) == step("EP2DP1[domains=1+1]"), "nobody measured that link"
     half = step("EP2DP1", Rows(decodes=0.5, context=10), link=cost)
     assert half.part("exchange").num_bytes == pytest.approx(num_bytes / 4), "half a row sends half of what one does"
 
