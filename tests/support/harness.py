@@ -32,7 +32,7 @@ from moewe.runtime.worker_main import group_shape
 from moewe.telemetry import ProgressBoard
 from moewe.topologies import parse_topology
 from moewe.topologies.exchange_choice import exchanges_to_join
-from tests.support.rank_threads import RankThread, results_of
+from tests.support.rank_threads import GroupMemory, RankThread, results_of
 from tests.support.setups import Setup
 
 
@@ -108,6 +108,11 @@ class Group:
         names = exchanges_to_join(rule.grid, rule.facts)
         shape = group_shape(config, placement)
         hub = GroupHub(shape, topology) if self.num_ranks > 1 else None
+        self._memory = GroupMemory(setup, self.model, placement) if names == ("shm",) else None
+        exchanges = [
+            joined(names, hub, rank, setup, self._memory) if hub else LocalExchange(placement.num_slots)
+            for rank in range(self.num_ranks)
+        ]
         board = ProgressBoard(self.num_ranks)
         self.atp = topology.atp
         heads = [own.rank(share) for own in hub.attention for share in range(self.atp)] if hub else []
@@ -117,7 +122,7 @@ class Group:
                     config,
                     rank=rank,
                     num_ranks=self.num_ranks,
-                    exchange=joined(names, hub, rank, setup) if hub else LocalExchange(placement.num_slots),
+                    exchange=exchange,
                     placement=placement,
                     progress=board.rank(rank),
                     on_loading=lambda done, total: None,
@@ -125,7 +130,7 @@ class Group:
                 ),
                 hub,
             )
-            for rank in range(self.num_ranks)
+            for rank, exchange in enumerate(exchanges)
         ]
         self.workers = [rank.worker for rank in self.ranks]
         self.loaded = self._all("load")
@@ -156,6 +161,8 @@ class Group:
         for worker in self.workers:
             if worker.moves is not None:
                 worker.moves.close()
+        if self._memory is not None:
+            self._memory.close()
 
     def submit(self, request_id: str, prompt: Sequence[int], params: SamplingParams, *, seed: int = 0) -> Outcome:
         """Queue a request; its outcome fills up while steps run."""
@@ -302,8 +309,10 @@ class Group:
         return observe
 
 
-def joined(names: Sequence[str], hub: ThreadHub, rank: int, setup: Setup) -> Exchange:
+def joined(names: Sequence[str], hub: ThreadHub, rank: int, setup: Setup, memory: GroupMemory | None) -> Exchange:
     """Return what the thread of a rank uses."""
+    if memory is not None:
+        return memory.rank(rank)
     if names == ("threads",):
         return hub.rank(rank)
     payload = setup.exchange_payload

@@ -6,13 +6,20 @@ Units: seconds. A step's result comes with the rows that reached this rank's exp
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Sequence
 from typing import Any
 
+from moewe.models.config import ModelConfig
+from moewe.moe.wide_ep import ShmExchange, ShmShape
 from moewe.moe.wide_ep.exchanges.threads import ThreadHub
+from moewe.moe.wide_ep.placement import ExpertPlacement
+from moewe.quant import parse_format
 from moewe.runtime.worker import Worker
+from moewe.topologies.host_memory import create_memory
+from tests.support.setups import Setup
 
 STEP_TIMEOUT_S = 120
 
@@ -51,6 +58,28 @@ class RankThread:
                 if self._hub is not None:
                     self._hub.abort(f"rank {self.worker.rank}: {error}")
                 self._results.put(error)
+
+
+class GroupMemory:
+    """Memory for the exchange `shm`, which serves ranks that are threads as those that are processes."""
+
+    def __init__(self, setup: Setup, model: ModelConfig, placement: ExpertPlacement) -> None:
+        assert model.moe is not None, "a model without experts exchanges nothing"
+        self._shape = ShmShape(
+            slot_ranges=placement.slot_ranges,
+            capacity=setup.max_num_batched_tokens,
+            top_k=model.moe.routing.top_k,
+            width=model.hidden_size,
+            dtype=parse_format(model.dtype if setup.dtype == "auto" else setup.dtype).torch_dtype,
+        )
+        self._fd = create_memory("exchange", self._shape.offsets()[-1])
+
+    def rank(self, rank: int) -> ShmExchange:
+        """Return what the thread of a rank uses."""
+        return ShmExchange(self._fd, self._shape, rank)
+
+    def close(self) -> None:
+        os.close(self._fd)
 
 
 def results_of(ranks: Sequence[RankThread]) -> list[Any]:
