@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -117,8 +118,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             msgspec.structs.force_setattr(self, "bad_word_tokens", plain)
         if self.logit_bias is None or self.logit_bias:
             msgspec.structs.force_setattr(self, "logit_bias", _token_bias(self.logit_bias))
-        for field, fine, fix, default in _CHECKS:
-            value = getattr(self, field)
+        for value, (field, fine, fix, default) in zip(_VALUES(self), _CHECKS):
             if value is not default and not fine(value):
                 raise ValueError(f"{field}={_shown(value)} is not allowed; {fix}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -210,6 +210,7 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
 # The same with the default, which is fine: most fields of most requests are left at theirs.
 _CHECKS = tuple((*rule, _DEFAULTS[rule[0]]) for rule in _RULES)
+_VALUES = attrgetter(*(rule[0] for rule in _RULES))
 
 
 def _token_bias(given: Any) -> Any:

@@ -123,7 +123,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     @property
     def num_rows(self) -> int:
         """Most rows that this rank runs in the step."""
-        return self.num_decodes + sum(chunk.num_tokens for chunk in self.chunks)
+        return self.num_decodes + sum([chunk.num_tokens for chunk in self.chunks])
 
 
 class StepHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -89,14 +89,15 @@ class Scheduler:
         if request.request_id in self._requests:
             raise AdmissionError(f"request_id {request.request_id!r} is already in use; choose another")
         max_length = check_fits(len(request.prompt_token_ids), request.params.max_tokens, self.config)
-        if self.num_running + self.num_waiting >= self.config.most_requests:
+        taken = len(self._requests) - len(self._departed) + len(self._returning)  # num_running + num_waiting
+        if taken >= self.config.most_requests:
             raise QueueFullError(
                 f"{self.num_running} requests run and {self.num_waiting} wait already, and max_queued_requests is "
                 f"{self.config.max_queued_requests}; try again later or raise it"
             )
         assert request.prompt_token_ids.dtype == np.int32, "tokens travel as the bytes that they are"
         request.max_length = max_length
-        request.awaits_mask = request.constrained
+        request.awaits_mask = request.params.structured is not None
         request.sampling = steps.sampling_state(request, self.config.eos_token_ids)
         request.state = WAITING
         self._requests[request.request_id] = request
@@ -203,6 +204,7 @@ class Scheduler:
         for request in [r for r in self._returning if r.last_step <= self._last_applied_step]:
             self._returning.remove(request)
             del self._departed[request.sequence_id]
+            request.settle()
             request.state = WAITING
             self._queue.push(request)
 
@@ -232,14 +234,16 @@ class Scheduler:
         blocked = np.zeros(self.config.num_ranks, np.bool_)
         blocked[[request.rank for request in self._returning]] = True  # their blocks are not for those behind them
         loads = steps.rank_loads(self._batch, num_growing=decodes.num_growing, blocked=blocked)
-        seats = steps.place_in_order(self._queue.first(sum(loads.free_slots)), loads, self._group_needs)
-        if not seats:
+        waiting = self._queue.first(sum(loads.free_slots))
+        seats = steps.place_in_order(waiting, loads, self.config, self._group_needs)
+        num_placed = len(seats.requests)
+        if not num_placed:
             return admitted
-        self._queue.drop(len(seats))
+        self._queue.drop(num_placed)
         self._batch.occupy(seats, self._next_sequence_id)
-        self._next_sequence_id += len(seats)
+        self._next_sequence_id += num_placed
         now = self._clock()
-        for request, rank, _, _ in seats:
+        for request, rank in zip(seats.requests, seats.ranks, strict=True):
             request.state = RUNNING
             request.first_scheduled = request.first_scheduled or now
             admitted[rank].append(request)

@@ -45,8 +45,7 @@ def check_fits(prompt: int, asked: int | None, config: SchedulerConfig) -> int:
             f"prompt of {prompt} tokens and max_tokens={asked} make {prompt + asked}, but max_model_len is "
             f"{config.max_model_len}; lower max_tokens to at most {config.max_model_len - prompt}"
         )
-    # The last token is never fed back, so it needs no KV.
-    most = min(config.max_model_len, config.capacity_tokens + 1)
+    most = config.most_length
     length = most if asked is None else prompt + asked
     if max(length, prompt + 1) > most:
         room = most - prompt
@@ -83,6 +82,10 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         """Add `request` at its place."""
         key = precedence(request, self._policy)
+        if not self._keys or self._keys[-1] < key:  # nearly all of them
+            self._keys.append(key)
+            self._requests.append(request)
+            return
         at = bisect.bisect_left(self._keys, key)
         self._keys.insert(at, key)
         self._requests.insert(at, request)

@@ -8,6 +8,7 @@ Shapes: W ranks, S slots a rank, G cache groups, B most blocks of a sequence; ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
@@ -19,8 +20,22 @@ from .request import Request, RequestState
 from .token_log import TokenLog
 
 FREE, PREFILL, DECODE = range(3)
-# Who comes to which rank, with `known` and `limit` of the batch. (A plain tuple: hundreds a step.)
-Seat = tuple[Request, int, int, int]
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Who comes to which rank: n requests in the order in which they are placed.
+
+    Attributes:
+        requests: [n].
+        ranks: [n].
+        known, limits: [n] i64, of each what `BatchState.known` and `BatchState.limit` say.
+    """
+
+    requests: Sequence[Request]
+    ranks: Sequence[int]
+    known: np.ndarray
+    limits: np.ndarray
 
 
 class BatchState:
@@ -67,22 +82,23 @@ class BatchState:
         self.requests: list[Request | None] = [None] * (ranks * slots)
         self.log = TokenLog(ranks * slots)
 
-    def occupy(self, seats: Sequence[Seat], first_id: int) -> None:
+    def occupy(self, seats: Seats, first_id: int) -> None:
         """Put each of `seats` into the lowest free slot of its rank, one after another, with nothing in KV.
 
         Their sequence ids count from `first_id`.
         """
-        requests, ranks, known, limits = zip(*seats)
-        places, log = self._lowest_free(np.array(ranks)), self.log
+        ranks = np.array(seats.ranks)
+        places, log = self._lowest_free(ranks), self.log
         self.version += 1
         self.turnover += 1
         self.phase.reshape(-1)[places] = PREFILL
-        self.sequence_id.reshape(-1)[places] = np.arange(first_id, first_id + len(seats))
-        self.known.reshape(-1)[places] = known
-        self.limit.reshape(-1)[places] = limits
+        self.sequence_id.reshape(-1)[places] = np.arange(first_id, first_id + len(places))
+        self.known.reshape(-1)[places] = seats.known
+        self.limit.reshape(-1)[places] = seats.limits
         log.begin(places)
-        slots = (places % self.config.max_num_seqs).tolist()
-        for number, request, rank, slot, place in zip(count(first_id), requests, ranks, slots, places.tolist()):
+        slots = (places - ranks * self.config.max_num_seqs).tolist()
+        found = zip(count(first_id), seats.requests, seats.ranks, slots, places.tolist())
+        for number, request, rank, slot, place in found:
             self.requests[place] = request
             request.sequence_id, request.rank, request.slot = number, rank, slot
             request.log, request.place = log, place
@@ -96,7 +112,7 @@ class BatchState:
         free = np.flatnonzero(self.phase == FREE)
         starts = free.searchsorted(np.arange(self.config.num_ranks + 1) * self.config.max_num_seqs)
         counts = np.bincount(ranks, minlength=self.config.num_ranks)
-        assert (counts <= np.diff(starts)).all(), "a rank has too few free slots"
+        assert (counts <= starts[1:] - starts[:-1]).all(), "a rank has too few free slots"
         order = ranks.argsort(kind="stable")
         places = np.empty_like(order)
         places[order] = free[starts[ranks[order]] + counting(counts)]

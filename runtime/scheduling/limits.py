@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from ...topologies.exchange_choice import ExchangeRule
 from ...topologies.kv_sizes import WINDOWED, sequence_blocks, tokens_held
 from ...topologies.overlap_choice import NOTHING, OverlapFacts, choose_overlap
@@ -111,6 +113,11 @@ class SchedulerConfig:
         """Tokens in KV that a sequence can reach when it has a rank for itself."""
         return min(self.group_capacity(group) for group in self.groups)
 
+    @cached_property
+    def most_length(self) -> int:
+        """The most tokens of a sequence, prompt and output: the last one is never fed back, so it needs no KV."""
+        return min(self.max_model_len, self.capacity_tokens + 1)
+
     def group_capacity(self, group: GroupLimits) -> int:
         """Return the tokens in KV that a sequence can reach as far as `group` is concerned."""
         if not group.is_windowed:
@@ -132,6 +139,12 @@ class SchedulerConfig:
         """Return the most blocks that a sequence of `num_tokens` tokens holds between steps, for each group."""
         return tuple(sequence_blocks(g.kind, g.window, num_tokens, self.block_size) for g in self.groups)
 
-    def most_held(self, group: GroupLimits) -> int:
-        """Return the most blocks of `group` that any sequence holds between steps."""
-        return sequence_blocks(group.kind, group.window, self.max_model_len, self.block_size)
+    def needs_of(self, num_tokens: np.ndarray) -> np.ndarray:
+        """Return `group_needs` of each of `num_tokens` [n], [G, n]."""
+        needs: np.ndarray = np.minimum(-(-num_tokens // self.block_size), np.array(self.most_held)[:, None])
+        return needs
+
+    @cached_property
+    def most_held(self) -> tuple[int, ...]:
+        """The most blocks of each group that any sequence holds between steps."""
+        return self.group_needs(self.max_model_len)

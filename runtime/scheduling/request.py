@@ -83,21 +83,21 @@ class Request(msgspec.Struct, eq=False, gc=False):
     @property
     def generated(self) -> list[int]:
         """Tokens applied so far, a new list each time."""
-        self._settle()
+        self.settle()
         tokens: list[int] = unpack(self.past).tolist()
         return tokens
 
     @property
     def num_generated(self) -> int:
         """How many those are."""
-        self._settle()
+        self.settle()
         return len(self.past) // TOKEN_BYTES
 
     @property
     def num_tokens(self) -> int:
         """Known tokens: the prompt and what was generated."""
         if self.log is not None:
-            self._settle()
+            self.settle()
         return len(self.prompt_token_ids) + len(self.past) // TOKEN_BYTES
 
     @property
@@ -129,7 +129,7 @@ class Request(msgspec.Struct, eq=False, gc=False):
     def token_bytes(self) -> bytes:
         """Return all known tokens in the form of `plan.pack`."""
         if self.log is not None:
-            self._settle()
+            self.settle()
         return self.prompt_token_ids.tobytes() + self.past
 
     def append(self, tokens: Sequence[int]) -> None:
@@ -139,7 +139,8 @@ class Request(msgspec.Struct, eq=False, gc=False):
         else:
             self.past += array("i", tokens).tobytes()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Let `past` hold all tokens applied so far."""
         if isinstance(self.log, LeftTokens):
             self.past += self.log.of(self.place) + self.late
             self.log, self.place, self.late = None, -1, b""

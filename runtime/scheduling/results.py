@@ -121,7 +121,8 @@ def _read_plain(
     sizes = [len(outcome.slots) // 4 for _, outcome in outcomes]
     assert len(slots) == len(ids) == len(tokens), "a result says nothing of how many tokens a sequence got"
     first_places = np.array([rank for rank, _ in outcomes]) * batch.config.max_num_seqs
-    places = np.repeat(first_places, sizes) + slots
+    places = first_places.repeat(sizes)
+    places += slots
     is_current = batch.sequence_id.reshape(-1)[places] == ids
     flags = np.zeros(len(places), np.uint8)
     if any([outcome.flags for _, outcome in outcomes]):

@@ -14,9 +14,10 @@ import numpy as np
 from ..params import EXPECTED_OUTPUT_TOKENS
 from ..plan import Admission, Chunk, RankPlan, SamplingState, TokenMask, pack
 from .admission import RankLoads
-from .batch_state import DECODE, PREFILL, BatchState, Seat, counting, split_rows
+from .batch_state import DECODE, PREFILL, BatchState, Seats, counting, split_rows
+from .limits import SchedulerConfig
 from .policy import precedence, share_tokens
-from .request import Request
+from .request import TOKEN_BYTES, Request
 
 # Requests that are placed together where they fit without a doubt; of more, most might be looked at in vain each step.
 MOST_TOGETHER = 1024
@@ -88,8 +89,7 @@ def rank_loads(batch: BatchState, *, num_growing: np.ndarray, blocked: np.ndarra
     has_prompts = bool(prefilling.any())
     whole = (batch.limit + (config.block_size - 1)) // config.block_size  # 0 in a free slot
     spare, worst = batch.free_blocks - num_growing, np.empty_like(batch.free_blocks)
-    for g, group in enumerate(config.groups):
-        most = config.most_held(group)
+    for g, most in enumerate(config.most_held):
         if has_prompts:
             prompt, held = -(-batch.known // config.block_size), batch.granted - batch.first[g]
             spare[g] -= np.where(prefilling, np.minimum(prompt, most) - held, 0).sum(1)
@@ -109,19 +109,15 @@ def rank_loads(batch: BatchState, *, num_growing: np.ndarray, blocked: np.ndarra
 
 
 def place_in_order(
-    requests: Sequence[Request], loads: RankLoads, group_needs: Callable[[int], tuple[int, ...]]
-) -> list[Seat]:
-    """Return a seat for each of `requests`, in their order, up to the first that no rank has room for.
+    requests: Sequence[Request], loads: RankLoads, config: SchedulerConfig, group_needs: Callable[[int], Sequence[int]]
+) -> Seats:
+    """Return a seat for each of `requests`, which wait, in their order, up to the first that no rank has room for.
 
-    There may be as many as there are free slots.
+    There may be as many as there are free slots. `group_needs` is that of `config`, which may remember.
     """
-    if len(requests) <= MOST_TOGETHER:
-        known = [request.num_tokens for request in requests]
-        limits = [request.most_computed for request in requests]
-        if loads.fit_all([sum(blocks) for blocks in zip(*map(group_needs, limits))]):
-            ends = [request.max_length for request in requests]
-            return list(zip(requests, loads.place_all(list(map(token_work, known, ends))), known, limits))
-    seats: list[Seat] = []
+    if len(requests) <= MOST_TOGETHER and (seats := _place_together(requests, loads, config)) is not None:
+        return seats
+    ranks, known, limits = [], [], []
     for request in requests:
         num_tokens, limit = request.num_tokens, request.most_computed
         rank = loads.place(
@@ -131,8 +127,22 @@ def place_in_order(
         )
         if rank < 0:
             break
-        seats.append((request, rank, num_tokens, limit))
-    return seats
+        ranks.append(rank)
+        known.append(num_tokens)
+        limits.append(limit)
+    return Seats(requests[: len(ranks)], ranks, np.array(known), np.array(limits))
+
+
+def _place_together(requests: Sequence[Request], loads: RankLoads, config: SchedulerConfig) -> Seats | None:
+    """Return a seat for each of `requests`, or None, with nothing booked, where some might not fit on some rank."""
+    prompts = np.array([len(request.prompt_token_ids) for request in requests])
+    known = prompts + np.array([len(request.past) for request in requests]) // TOKEN_BYTES
+    ends = np.array([request.max_length for request in requests])
+    limits = np.maximum(ends - 1, prompts)  # as `Request.most_computed`
+    if not loads.fit_all(config.needs_of(limits).sum(1).tolist()):
+        return None
+    work = np.minimum(ends, known + EXPECTED_OUTPUT_TOKENS)  # as `token_work`
+    return Seats(requests, loads.place_all(work.tolist()), known, limits)
 
 
 def draft_chunks(batch: BatchState, decodes: Decodes) -> list[list[Chunk]]:

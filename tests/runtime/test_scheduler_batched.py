@@ -10,7 +10,7 @@ import pytest
 from moewe.runtime.scheduler import Request
 from moewe.runtime.scheduling import step as steps
 from moewe.runtime.scheduling.admission import RankLoads
-from moewe.runtime.scheduling.batch_state import DECODE, FREE, PREFILL, BatchState
+from moewe.runtime.scheduling.batch_state import DECODE, FREE, PREFILL, BatchState, Seats
 from tests.runtime.test_scheduler_random import SHAPES, config_of, random_request
 from tests.support.null_worker import NullEngine, make_request
 
@@ -70,14 +70,16 @@ def test_sequences_come_to_the_lowest_free_slots_in_their_order(shape: str) -> N
     ranks = [rank for rank, slots in free.items() for _ in slots[1:]]
     rng.shuffle(ranks)
     requests = [make_request(f"new{i}", 1 + i % 3, 3) for i in range(len(ranks))]
-    batch.occupy([(request, rank, request.num_tokens, 7) for request, rank in zip(requests, ranks)], first_id=1000)
+    known = np.array([request.num_tokens for request in requests])
+    batch.occupy(Seats(requests, ranks, known, np.full(len(ranks), 7)), first_id=1000)
     expected = [free[rank].pop(0) for rank in ranks]
     assert [request.slot for request in requests] == expected and requests
     assert [request.sequence_id for request in requests] == list(range(1000, 1000 + len(ranks)))
     assert [batch.request_at(request.rank, request.slot) for request in requests] == requests
     assert [batch.known[request.rank, request.slot] for request in requests] == [r.num_tokens for r in requests]
     with pytest.raises(AssertionError, match="too few free slots"):
-        batch.occupy([(make_request("one", 1, 1), 0, 1, 1)] * (config.max_num_seqs + 1), first_id=2000)
+        ones = [1] * (config.max_num_seqs + 1)
+        batch.occupy(Seats([make_request("one", 1, 1) for _ in ones], [0 for _ in ones], ones, ones), first_id=2000)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
