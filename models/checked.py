@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 TRANSFORMERS = "5.24.0"
-# Where random checkpoints ran, ranks as threads; the first of CHUNKS (tokens) at all, the others at the first two.
+# Where random checkpoints ran, ranks as threads; the first of CHUNKS (tokens) at all, then one each at the first two.
 MOE_TOPOLOGIES = ("EP1DP1", "EP2DP1", "EP4DP1", "EP2DP2")
 DENSE_TOPOLOGIES = ("EP1DP1", "EP1DP2")
 CHUNKS = (7, 1, 512)
@@ -253,7 +253,7 @@ def extent() -> str:
     """Return at which topologies and in which chunks, in a sentence."""
     return (
         f"MoE families at {', '.join(MOE_TOPOLOGIES)}; dense families at {', '.join(DENSE_TOPOLOGIES)}; prompts in "
-        f"chunks of {CHUNKS[0]} tokens, at the first two of these also of {' and '.join(map(str, CHUNKS[1:]))}."
+        f"chunks of {CHUNKS[0]} tokens, at the first of these also of {CHUNKS[1]}, at the second of {CHUNKS[2]}."
     )
 
 

@@ -34,10 +34,11 @@ ALWAYS = {
     ("T-QW3", "EP1DP1"), ("T-MIX", "EP2DP1"), ("T-QW2", "EP4DP1"), ("T-DS3", TWICE), ("T-DS2", "EP1DP1"),
     ("T-GOS", HALVES), ("T-GOS", "EP4DP1"), ("T-LL4", "EP2DP1"), ("T-OLM", FOURTHS), ("T-LLA", "EP1DP1"),
 }  # fmt: skip
+# Half of all topologies for each family, with divided heads and without, turn by turn.
+SPREAD = {(name, topology) for i, name in enumerate(MOE_FIXTURES) for topology in TOPOLOGIES[i % 2 :: 2]}
 FAMILIES = [
     pytest.param(name, topology, marks=() if (name, topology) in ALWAYS else pytest.mark.slow)
-    for name in MOE_FIXTURES + DENSE_FIXTURES
-    for topology in (TOPOLOGIES if name in MOE_FIXTURES else TOPOLOGIES[:1])
+    for name, topology in sorted(ALWAYS | SPREAD | {(name, "EP1DP1") for name in DENSE_FIXTURES})
 ]
 
 

@@ -13,7 +13,7 @@ LENGTHS = (20, 9, 14)  # for each rank
 TIGHT = {"num_blocks": 26, "block_size": 2}  # two such sequences end, three do not fit
 ONLY_WINDOWS = ("T-MIS",)  # a sequence never grows beyond the blocks that it was admitted with
 EVERYWHERE = ("T-QW3", "T-DS3", "T-GOS")  # in every topology and chunk size: plain, latent and windowed caches
-COMMON = (("EP1DP1", 512), ("EP2DP1", 7), ("EP1DP2", 7))
+COMMON = (("EP2DP1", 7), ("EP1DP2", 7))
 CASES = [
     case
     for case in MATRIX
