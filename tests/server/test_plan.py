@@ -16,6 +16,7 @@ from moewe.moe.wide_ep.balancing.load_file import ExpertLoad, write_load
 from moewe.server.cli import main as cli
 from moewe.server.plan import inputs
 from moewe.topologies.exchange_cost import ExchangeCost
+from moewe.topologies.planner.hardware import local_host
 from tests.support.fixtures import checkpoint, copy_checkpoint
 
 
@@ -91,9 +92,8 @@ def test_this_host_takes_for_an_exchange_what_its_ranks_measured_last(
 ) -> None:
     known: dict[str, ExchangeCost] = {}
     monkeypatch.setattr(inputs, "recall", known.get)
-    monkeypatch.setattr(inputs, "_FILL_SECONDS", 0.01)
-    monkeypatch.setattr(inputs, "host_cores", lambda: 4)
-    monkeypatch.setattr(inputs, "measure_matrix_rate", lambda _: None)
+    host = local_host(cores=4, memory_bytes=1e10, memory_bandwidth=1e10, bf16_flops=1e12, int8_flops=0.0)
+    monkeypatch.setattr(inputs, "local_hardware", lambda: host)
     words = (str(checkpoint("T-MIX")), "--topology", "EP2DP1", "--hardware", "local", "--workload", "isl=16,osl=16")
     before = record(capfd, *words)
     assert before["measured_exchange"] is None
