@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..models.config import ModelConfig
+from ..models.kernels.launches import layer_launches
 from ..models.published import published_config
 from ..moe.kernels.launches import MoEShapes, moe_launches
 from ..native.gpu import GpuTarget, Launch
@@ -33,6 +34,9 @@ def published_launches(target: GpuTarget) -> Iterator[Use]:
         for num_tokens in STEP_TOKENS:
             for launch in moe_launches(shapes, num_tokens, target):
                 yield Use(name, num_tokens, launch)
+        # The size of a step changes the grids of these, not their code.
+        for launch in layer_launches(published_config(name), 1, target):
+            yield Use(name, 1, launch)
 
 
 def moe_shapes(config: ModelConfig) -> MoEShapes:

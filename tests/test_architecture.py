@@ -40,6 +40,8 @@ INNER = {
     "moe.wide_ep.balancing": "moe.wide_ep",
     "models.demo": "models",
     "models.published": "models",
+    "models.kernels": "models",
+    "attention.kernels": "attention",
     "topologies.advisor": "topologies",
     "topologies.planner": "topologies",
     "server.protocol": "server",

@@ -40,6 +40,9 @@ class Rule:
 
 RULES = {
     "combine_kernel": Rule(fused=False),
+    "norm_kernel": Rule(),
+    "heads_kernel": Rule(),
+    "latent_rows_kernel": Rule(),
 }
 
 
