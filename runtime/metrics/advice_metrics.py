@@ -56,7 +56,7 @@ class AdviceMetrics:
 
     def samples(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
         """Yield (name, label values, value) of every metric above, once there was an advice or a change."""
-        if self.changes:
+        if self.changes or self._latest is not None:
             for outcome in OUTCOMES:
                 yield "moewe_topology_changes_total", (outcome,), self.changes[outcome]
         if self._latest is None:

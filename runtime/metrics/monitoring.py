@@ -103,12 +103,13 @@ def _panel(panel: Panel) -> dict[str, Any]:
     texts = [
         f"`{name}`: {BY_NAME[name].meaning} When it is high: {BY_NAME[name].when_high}" for name in dict.fromkeys(names)
     ]
+    least = {} if panel.goes_below_zero else {"min": 0}
     return {
         "type": "timeseries",
         "title": panel.title,
         "description": "\n\n".join(texts),
         "datasource": _SOURCE,
-        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
+        "fieldConfig": {"defaults": {"unit": panel.unit, **least}, "overrides": []},
         "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
         "targets": [
             {"refId": chr(ord("A") + i), "expr": expression, "legendFormat": legend, "datasource": _SOURCE}

@@ -20,11 +20,13 @@ class Panel:
         title: above it.
         unit: of Grafana: `s`, `percentunit`, `bytes`, `Bps`, `short`.
         lines: (PromQL, legend) of each line. What they mean, and what to do when they are high, is in the table.
+        goes_below_zero: its axis does not begin at 0.
     """
 
     title: str
     unit: str
     lines: tuple[tuple[str, str], ...]
+    goes_below_zero: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             )),
             Panel("Error of counted bytes", "percentunit", (
                 (f"moewe_model_error_ratio{{{_ONE}}}", "{{replica}}.{{rank}}"),
-            )),
+            ), goes_below_zero=True),
             Panel("Busy", "percentunit", (
                 (_rate("moewe_busy_seconds_total", "replica", "rank"), "{{replica}}.{{rank}}"),
             )),
@@ -251,7 +253,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             )),
             Panel("Step time saved", "s", (
                 (f"moewe_balance_gain_seconds{{{_ONE}}}", "{{kind}} {{replica}}"),
-            )),
+            ), goes_below_zero=True),
         ),
     ),
     (
@@ -264,7 +266,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             )),
             Panel("Predicted step time over observed, less 1", "percentunit", (
                 (f"moewe_advice_model_error_ratio{{{_ONE}}}", "error"),
-            )),
+            ), goes_below_zero=True),
             Panel("Changes of the layout", "short", (
                 (_rate("moewe_topology_changes_total", "outcome"), "{{outcome}}"),
             )),
@@ -275,6 +277,11 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
 ALERTS = (
     Alert("MoeweNotReady", "moewe_ready == 0", "5m", "critical", "{{ $labels.instance }} takes no requests",
           "It loads, drains or has failed: `/v1/topology` says which, the log says why."),
+    # A server that lost a rank ends: none of its own metrics can say so.
+    Alert("MoeweGone", "up == 0 and on (job, instance) last_over_time(moewe_info[1d])", "1m", "critical",
+          "{{ $labels.instance }} is gone",
+          "It was there within a day and cannot be scraped. Exit code 3 is a lost rank or engine, which the log names; "
+          "a supervisor should have started it again."),
     Alert("MoeweErrors",
           'sum by (instance) (rate(moewe_requests_finished_total{reason="error"}[5m])) > '
           "0.01 * sum by (instance) (rate(moewe_requests_finished_total[5m]))", "5m", "critical",

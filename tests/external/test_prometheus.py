@@ -1,9 +1,12 @@
-"""A real Prometheus scrapes a server under load: every panel has a series, every rule is taken."""
+"""A real Prometheus scrapes a server under load: every panel has a series, every rule is taken and finds its series."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -35,7 +38,8 @@ def balancing() -> Iterator[ServerProcess]:
     """The demo with `--eplb auto`, which some panels are about."""
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus (Debian's package of that name) is not installed")
-    flags = ("--kv-cache-memory-bytes", "64MiB", "--max-model-len", "512", "--eplb", "auto", "--price-per-hour", "2.5")
+    flags = ("--kv-cache-memory-bytes", "64MiB", "--max-model-len", "512", "--eplb", "auto", "--price-per-hour", "2.5",
+             "--advice-interval", "2")  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(QUICK_VARIABLE, raising=False)  # links are measured as for a user
         process = ServerProcess("demo", *flags)
@@ -97,6 +101,8 @@ def test_every_panel_has_a_series_and_every_rule_is_taken(balancing: ServerProce
         for expression, _ in panel.lines
         if not any(name in expression for name in ABSENT)
     ]
+    # A rule has no result while nothing is wrong: what it asks for must be there.
+    lines += [(a.name, each) for a in ALERTS for each in re.findall(r"\bmoewe_\w+(?:\{[^}]*\})?", a.expression)]
     with pytest.raises(urllib.error.HTTPError, match="400"):
         generate(balancing, temperature=-1)
     deadline = time.monotonic() + 240
@@ -109,6 +115,20 @@ def test_every_panel_has_a_series_and_every_rule_is_taken(balancing: ServerProce
     rules = [rule for group in groups for rule in group["rules"]]
     assert [rule["name"] for rule in rules] == [alert.name for alert in ALERTS]
     assert {rule["health"] for rule in rules} == {"ok"}, [rule.get("lastError") for rule in rules]
+
+
+def test_a_server_that_lost_a_rank_is_told_and_was_not_before(balancing: ServerProcess, prometheus: str) -> None:
+    """Last of those that ask the server: it ends."""
+    (gone,) = (alert.expression for alert in ALERTS if alert.name == "MoeweGone")
+    assert ask(prometheus, "query", query="moewe_info")["result"]
+    assert not ask(prometheus, "query", query=gone)["result"]
+    os.kill(balancing.children[-1].pid, signal.SIGKILL)
+    assert balancing.exit_code(30) == 3
+    deadline = time.monotonic() + 30
+    while not (result := ask(prometheus, "query", query=gone)["result"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert [each["metric"]["instance"] for each in result] == [balancing.url.removeprefix("http://")]
 
 
 def test_rules_are_files_that_other_tools_read(tmp_path: Path) -> None:

@@ -217,13 +217,13 @@ def test_rows_of_steps_are_a_distribution_of_each_replica() -> None:
         assert values["moewe_step_tokens_sum", own] == 6 * (4 + replica)
 
 
-def test_everything_exported_is_in_the_table_with_its_labels(tmp_path: Path) -> None:
-    package = tmp_path / "intel-rapl:0"
+def everything(folder: Path) -> Metrics:
+    """All that there can be at once: prices, energy of both kinds, links, a counter of the GPU's memory, moves."""
+    package = folder / "intel-rapl:0"
     package.mkdir()
     for file, text in (("name", "package-0"), ("energy_uj", "5"), ("max_energy_range_uj", "9")):
         (package / file).write_text(text)
-    energy = HostEnergy(tmp_path)
-    metrics = Metrics(version="1", model="m", topology="EP2DP1", price_per_hour=1.0, energy=energy)
+    metrics = Metrics(version="1", model="m", topology="EP2DP1", price_per_hour=1.0, energy=HostEnergy(folder))
     metrics.totals.generation_tokens = 1
     metrics.set_ready(0, msgspec.structs.replace(ready(), links=LINKS))
     with_counter = tuple(msgspec.structs.replace(rank, measured_bytes=1.0, joules=2.0) for rank in stats(1).ranks)
@@ -238,6 +238,11 @@ def test_everything_exported_is_in_the_table_with_its_labels(tmp_path: Path) -> 
                calibration=calibration)
     )  # fmt: skip
     metrics.advice.changes["done"] += 1
+    return metrics
+
+
+def test_everything_exported_is_in_the_table_with_its_labels(tmp_path: Path) -> None:
+    metrics = everything(tmp_path)
     assert scrape(metrics)["moewe_advice_model_error_ratio", ()] == -0.5
     assert scrape(metrics)["moewe_advice_windows_total", (("verdict", "stay"),)] == 1
     seen = set()

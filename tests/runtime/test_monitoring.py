@@ -12,11 +12,18 @@ import yaml
 from moewe.runtime.metrics.monitoring import alert_rules, dashboard, metrics_of, write_monitoring
 from moewe.runtime.metrics.panels import ALERTS, ROWS
 from moewe.runtime.metrics.table import BY_NAME
+from tests.runtime.test_metrics import everything, scrape
 
 EXPRESSIONS = [(panel.title, expression) for _, row in ROWS for panel in row for expression, _ in panel.lines]
 EXPRESSIONS += [(alert.name, alert.expression) for alert in ALERTS]
 # Of the scrape, not of the metric.
-OF_PROMETHEUS = {"instance", "le"}
+OF_PROMETHEUS = {"instance", "job", "le"}
+
+
+def selectors(expression: str) -> list[tuple[str, dict[str, str]]]:
+    """Return name and labels of each selector of ours in a PromQL expression; any instance is asked for."""
+    found = re.findall(r"\b(moewe_\w+)(?:\{([^}]*)\})?", expression)
+    return [(name, dict(re.findall(r'(\w+)="([^"]*)"', labels))) for name, labels in found]
 
 
 @pytest.mark.parametrize(("title", "expression"), EXPRESSIONS)
@@ -33,11 +40,19 @@ def test_expressions_name_metrics_and_labels_that_exist(title: str, expression: 
         assert counts == bool(re.search(rf"(?:rate|increase)\({name}\b", expression)), (title, name)
 
 
+def test_every_selector_finds_a_series(tmp_path: Path) -> None:
+    """Values of labels, too: an alert that asks for a reason or scope that nobody exports stays silent for ever."""
+    exported = [(name, dict(labels)) for name, labels in scrape(everything(tmp_path))]
+    for title, expression in EXPRESSIONS:
+        for name, asked in selectors(expression):
+            assert any(name == have and asked.items() <= labels.items() for have, labels in exported), (title, name)
+
+
 def test_every_metric_is_on_the_dashboard() -> None:
     shown = {
         name for _, row in ROWS for panel in row for expression, _ in panel.lines for name in metrics_of(expression)
     }
-    assert set(BY_NAME) - shown == {"moewe_info", "moewe_ready"}  # the list of servers, and an alert
+    assert set(BY_NAME) - shown == {"moewe_info", "moewe_ready"}  # the list of servers, and alerts
 
 
 def test_the_dashboard_is_a_document_of_grafana() -> None:
@@ -46,6 +61,9 @@ def test_the_dashboard_is_a_document_of_grafana() -> None:
     assert len({panel["id"] for panel in document["panels"]}) == len(document["panels"])
     for panel in panels:
         assert panel["description"] and panel["targets"] and panel["datasource"]["uid"] == "${datasource}"
+        names = {name for target in panel["targets"] for name in metrics_of(target["expr"])}
+        below_zero = names & {"moewe_model_error_ratio", "moewe_advice_model_error_ratio", "moewe_balance_gain_seconds"}
+        assert ("min" in panel["fieldConfig"]["defaults"]) != bool(below_zero), panel["title"]
     taken: set[tuple[int, int]] = set()
     for panel in document["panels"]:
         place = panel["gridPos"]
