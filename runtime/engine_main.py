@@ -110,6 +110,9 @@ class EngineLoop:
         try:
             self._group = group = Group(self._start, self._parts)
             self._reporter = StatsReporter(self._client, group.workers)
+            if moves_experts(self._start.config):
+                # Before the first word, which is waited for longest: it brings torch, and that may take many seconds.
+                from . import live_balance  # noqa: F401
             tokenizer = model_tokenizer(self._start.config.model)
             ready = self._start_up(group)
             if ready is not None:
@@ -244,7 +247,7 @@ class EngineLoop:
             else GrammarMasks(grammar_matchers(tokenizer, self._start.vocab_size, self._start.eos_token_ids)),
         )
         if moves_experts(self._start.config):
-            from .live_balance import live_balancer  # torch comes with it, which an engine does without otherwise
+            from .live_balance import live_balancer
 
             engine.balancer = live_balancer(self._start.config, ready, group.workers)
         return engine

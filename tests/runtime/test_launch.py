@@ -9,10 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+import moewe.runtime
+from moewe.runtime import engine_main
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
 from moewe.runtime.messages import AllocateKV, KVAllocated, Loaded, WorkerFailed
 from moewe.runtime.plan import RankPlan, StepHeader, StepPlan
@@ -40,6 +43,28 @@ def engine_start(topology="EP2DP1", ranks="processes", **schedule):
 
 def fake_parts(trouble=None, made=None):
     return GroupParts(make_worker=fake_worker.factory(trouble, made), worker_module=fake_worker.MODULE)
+
+
+@pytest.mark.parametrize(("eplb", "imported"), [("auto", True), ("off", False)])
+def test_what_moves_experts_is_imported_before_an_engine_says_anything(monkeypatch, eplb, imported):
+    """Later its client would take an import of many seconds, on a busy machine, for an engine that is gone."""
+    name = "moewe.runtime.live_balance"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delattr(moewe.runtime, "live_balance", raising=False)
+    monkeypatch.setattr(engine_main, "Group", lambda *_: SimpleNamespace(workers=None, kill=lambda: None))
+    found = []
+
+    class Loop(engine_main.EngineLoop):
+        def _start_up(self, group):
+            found.append(name in sys.modules)
+
+    start = engine_start()
+    parallel = msgspec.structs.replace(start.config.parallel, eplb=eplb)
+    start = msgspec.structs.replace(start, config=msgspec.structs.replace(start.config, parallel=parallel))
+    said = []
+    client = SimpleNamespace(send=lambda message, timeout: said.append(message))
+    assert Loop(client, start, fake_parts()).run() == engine_main.EXIT_STOPPED
+    assert found == [imported] and len(said) == 1
 
 
 @pytest.fixture
