@@ -99,6 +99,7 @@ def read_asked(tool: Mapping[str, Any]) -> Asked:
     for flag in ("price", "power"):
         if flag in tool:
             _check(f"--{flag}", tool[flag], 1e-6, 1e6)
+    measured = recall("cpu") if key == LOCAL else ()  # the newest last
     return Asked(
         models=models,
         checked=checked,
@@ -113,7 +114,7 @@ def read_asked(tool: Mapping[str, Any]) -> Asked:
         utilization=utilization,
         price=tool.get("price"),
         watts=tool.get("power", hardware.power_watts or None),
-        link=recall("cpu") if key == LOCAL else None,
+        link=measured[-1].cost if measured else None,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from moewe.models.families import load_config
 from moewe.moe.wide_ep.balancing.load_file import ExpertLoad, write_load
 from moewe.server.cli import main as cli
 from moewe.server.plan import inputs
-from moewe.topologies.exchange_cost import ExchangeCost
+from moewe.topologies.exchange_cost import ExchangeCost, LayoutLink
 from moewe.topologies.planner.hardware import local_host
 from tests.support.fixtures import checkpoint, copy_checkpoint
 
@@ -90,14 +91,17 @@ def test_a_recorded_load_makes_ranks_uneven(capfd: pytest.CaptureFixture[str], t
 def test_this_host_takes_for_an_exchange_what_its_ranks_measured_last(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known: dict[str, ExchangeCost] = {}
-    monkeypatch.setattr(inputs, "recall", known.get)
+    known: list[LayoutLink] = []
+    monkeypatch.setattr(inputs, "recall", {"cpu": known}.get)
     host = local_host(cores=4, memory_bytes=1e10, memory_bandwidth=1e10, bf16_flops=1e12, int8_flops=0.0)
     monkeypatch.setattr(inputs, "local_hardware", lambda: host)
     words = (str(checkpoint("T-MIX")), "--topology", "EP2DP1", "--hardware", "local", "--workload", "isl=16,osl=16")
     before = record(capfd, *words)
     assert before["measured_exchange"] is None
-    known["cpu"] = ExchangeCost(name="shm", fixed_s=0.25, within_s=1e-9, between_s=0.0)
+    cost = ExchangeCost(name="shm", fixed_s=0.25, within_s=1e-9, between_s=0.0)
+    known += [
+        LayoutLink(topology=of, cost=each) for of, each in (("EP4DP1", replace(cost, fixed_s=9.0)), ("EP2DP1", cost))
+    ]
     after = record(capfd, *words)
     parts = {part["name"]: part["seconds"] for part in after["decode_step"]["parts"]}
     layers = load_config(checkpoint("T-MIX")).num_layers
