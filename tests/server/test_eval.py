@@ -18,9 +18,10 @@ from tokenizers import Tokenizer
 from moewe.models.demo import ensure_demo_checkpoint
 from moewe.runtime.messages import Delta, LogprobEntry
 from moewe.server.cli.main import main
-from moewe.server.eval.command import ANSWER_TOKENS, _ask, _table, windows
+from moewe.server.eval.command import ANSWER_TOKENS, _ask, _table, against, windows
 from moewe.server.eval.needles import DEPTHS, Needle, found, make_needles
 from moewe.server.eval.scores import Place, agreement, divergence, perplexity, place_of
+from moewe.server.flags.values import Settings
 from tests.support.fixtures import reference_logits, reference_model
 
 
@@ -131,6 +132,15 @@ def test_each_answer_counts_for_its_own_length_and_depth() -> None:
         {"length": length, "found": dict(zip(("0.1", "0.3", "0.5", "0.7", "0.9"), of_length, strict=True))}
         for length, of_length in shares.items()
     ]
+
+
+def test_the_other_run_differs_by_what_is_named_alone() -> None:
+    settings = Settings(engine={"model": "m", "topology": "EP1DP1"}, http={}, sample={}, shared={}, tool={"text": "t"})
+    other = against(settings, ["quantization=int8", "--kv_cache_dtype=fp8", "numa-bind=true", "topology=EP2DP1"])
+    assert other.engine == {
+        "model": "m", "topology": "EP2DP1", "quantization": "int8", "kv_cache_dtype": "fp8", "numa_bind": True,
+    }  # fmt: skip
+    assert other.tool == settings.tool and settings.engine == {"model": "m", "topology": "EP1DP1"}
 
 
 def run(*words: str) -> int:
