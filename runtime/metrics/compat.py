@@ -67,6 +67,8 @@ STYLES: dict[str, Style] = {
             Alias("vllm:request_time_per_output_token_seconds", "moewe_time_per_output_token_seconds"),
             Alias("vllm:e2e_request_latency_seconds", "moewe_request_duration_seconds"),
             Alias("vllm:request_queue_time_seconds", "moewe_queue_time_seconds"),
+            Alias("vllm:request_prefill_time_seconds", "moewe_prefill_time_seconds"),
+            Alias("vllm:request_decode_time_seconds", "moewe_decode_time_seconds"),
             Alias("vllm:request_prompt_tokens", "moewe_request_prompt_tokens"),
             Alias("vllm:request_generation_tokens", "moewe_request_generation_tokens"),
             Alias("vllm:iteration_tokens_total", "moewe_step_tokens"),

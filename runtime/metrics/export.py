@@ -44,10 +44,10 @@ class RequestTimes:
 
     num_prompt_tokens: int
     submitted: float
+    first_scheduled: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
     num_tokens: int = 0
-    queued: bool = True
     finished: bool = False
 
 
@@ -96,6 +96,8 @@ class Metrics(Collector):
             "moewe_inter_token_latency_seconds": Histogram(_TOKEN_BUCKETS),
             "moewe_request_duration_seconds": Histogram(_REQUEST_BUCKETS),
             "moewe_queue_time_seconds": Histogram(_REQUEST_BUCKETS),
+            "moewe_prefill_time_seconds": Histogram(_REQUEST_BUCKETS),
+            "moewe_decode_time_seconds": Histogram(_REQUEST_BUCKETS),
             "moewe_request_prompt_tokens": Histogram(TOKEN_BOUNDS),
             "moewe_request_generation_tokens": Histogram(TOKEN_BOUNDS),
         }
@@ -111,8 +113,8 @@ class Metrics(Collector):
         if times.finished:
             return
         now = time.monotonic()
-        if times.queued and delta.first_scheduled > 0:
-            times.queued = False
+        if not times.first_scheduled and delta.first_scheduled > 0:
+            times.first_scheduled = delta.first_scheduled
             self._histograms["moewe_queue_time_seconds"].observe(delta.first_scheduled - times.submitted)
         if delta.token_ids:
             self._observe_tokens(times, len(delta.token_ids), now)
@@ -141,6 +143,9 @@ class Metrics(Collector):
         self._histograms["moewe_request_duration_seconds"].observe((now or time.monotonic()) - times.submitted)
         self._histograms["moewe_request_prompt_tokens"].observe(times.num_prompt_tokens)
         self._histograms["moewe_request_generation_tokens"].observe(times.num_tokens)
+        if times.num_tokens:
+            self._histograms["moewe_prefill_time_seconds"].observe(times.first_token - times.first_scheduled)
+            self._histograms["moewe_decode_time_seconds"].observe(times.last_token - times.first_token)
         if times.num_tokens > 1 and reason in ("stop", "length"):
             mean = (times.last_token - times.first_token) / (times.num_tokens - 1)
             self._histograms["moewe_time_per_output_token_seconds"].observe(mean)

@@ -75,6 +75,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("Time per output token, whole requests", "s", _quantiles("moewe_time_per_output_token_seconds")),
             Panel("Request duration", "s", _quantiles("moewe_request_duration_seconds")),
             Panel("Queue time", "s", _quantiles("moewe_queue_time_seconds")),
+            Panel("From first step to first token", "s", _quantiles("moewe_prefill_time_seconds")),
+            Panel("From first to last token", "s", _quantiles("moewe_decode_time_seconds")),
             Panel("Prompts that ended", "short", (
                 (_rate("moewe_requests_finished_total", "reason"), "{{reason}}"),
                 (_rate("moewe_request_errors_total", "status"), "refused {{status}}"),

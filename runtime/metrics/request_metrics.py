@@ -68,6 +68,16 @@ REQUEST_METRICS = (
         "Seats or KV are full: see `moewe_requests_running`, `moewe_kv_usage_ratio`; add replicas.",
     ),
     Metric(
+        "moewe_prefill_time_seconds", "histogram", (), "seconds",
+        "Per accepted prompt with any output, when it ends: from its first step to its first token.",
+        "Prompts are long, chunks of them small (`--max-num-batched-tokens`), or many come at once.",
+    ),
+    Metric(
+        "moewe_decode_time_seconds", "histogram", (), "seconds",
+        "Per accepted prompt with any output, when it ends: from its first to its last token.",
+        "It grows with answers: see the time per output token.",
+    ),
+    Metric(
         "moewe_request_prompt_tokens", "histogram", (), "tokens",
         "Per accepted prompt, when it ends, however it ended: its tokens.",
         "Long prompts: steps take longer for all beside them; `--max-num-batched-tokens`, replicas for prompts apart.",

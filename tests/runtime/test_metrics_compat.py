@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from moewe.runtime.messages import Delta
+from moewe.runtime.metrics import export
 from moewe.runtime.metrics.compat import STYLES
 from moewe.runtime.metrics.export import Metrics
 from moewe.runtime.metrics.table import BY_NAME
@@ -46,6 +49,25 @@ def test_vllm_names_have_our_figures() -> None:
     assert values["vllm:request_generation_tokens_bucket", labels(0, le="4.0")] == 2
     assert values["vllm:iteration_tokens_total_sum", labels(1)] == 4 * 6
     assert values["vllm:iteration_tokens_total_bucket", labels(0, le="8.0")] == 4
+
+
+def test_the_time_of_a_request_is_told_in_three_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queue, prefill and decode, as vLLM's own dashboard asks for them; who left before a token has no such parts."""
+    metrics = Metrics(version="1", model="m", topology="EP1DP1", compat="vllm")
+    clock = iter((100.0, 103.0, 108.0, 200.0, 201.0, 202.0))
+    monkeypatch.setattr(export, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    times = metrics.submitted(7)
+    metrics.observe(times, Delta(request_id="a", token_ids=(1,), first_scheduled=101.0))
+    metrics.observe(times, Delta(request_id="a", token_ids=(2, 3), first_scheduled=101.0, finish_reason="stop"))
+    left = metrics.submitted(9)
+    metrics.observe(left, Delta(request_id="b", first_scheduled=200.5))
+    metrics.finished(left, "abort")
+    monkeypatch.undo()
+    values, labels = scrape(metrics), (("engine", "0"), ("model_name", "m"))
+    for part, seconds, count in (("queue", 1.5, 2), ("prefill", 2.0, 1), ("decode", 5.0, 1)):
+        found = [values[f"{name}_time_seconds_sum", have] for name, have in (
+            (f"vllm:request_{part}", labels), (f"moewe_{part}", ()))]  # fmt: skip
+        assert found == [seconds] * 2 and values[f"moewe_{part}_time_seconds_count", ()] == count
 
 
 def test_sglang_names_have_our_figures() -> None:
