@@ -141,6 +141,7 @@ def test_rows_between_domains(name: str, topology: str, exchange: str) -> None:
     [
         ("T-QW2", "EP2DP1[red=2]"),
         pytest.param("T-QW3", "EP4DP1[red=4,domains=2+2]", marks=pytest.mark.slow),
+        pytest.param("T-QW3", "EP4DP1[red=5]", marks=pytest.mark.slow),  # one rank holds a slot more than the others
     ],
 )
 def test_redundant_slots(name: str, topology: str) -> None:
