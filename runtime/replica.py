@@ -94,6 +94,7 @@ class Replica:
         self.stopped = False
         self.ends_itself = False
         self.outstanding = 0
+        self._ending = False
         self.on_trace: Callable[[TraceProgress | Traced], None] | None = None
         self._name = name
         self._watched = watched
@@ -108,6 +109,11 @@ class Replica:
     def lives(self) -> bool:
         """True while it can take requests and answer them."""
         return self.failure is None and not self.stopped
+
+    @property
+    def takes_requests(self) -> bool:
+        """True while it is ready and was not told to end."""
+        return self.lives and self.ready is not None and not self._ending
 
     @property
     def num_requests(self) -> int:
@@ -142,6 +148,7 @@ class Replica:
 
     def shut_down(self, *, drain: bool) -> None:
         """Ask to end."""
+        self._ending = True
         self._unsaid.append(Shutdown(drain=drain))
         self._say()
 

@@ -18,6 +18,7 @@ from ..topologies.overlap_choice import moe_load
 from .balance import least_loaded
 from .config import EngineConfig
 from .engine_main import run_engine
+from .loop_pump import CHECK_EVERY_S, LoopPump, OnDeltas, OnFailure
 from .messages import Delta, Failed, FromEngine, Loading, Ready, Stats, Submit, ToEngine
 from .params import SamplingParams
 from .processes.group import GroupParts
@@ -28,11 +29,8 @@ from .resolve import Resolved, resolve
 from .trace_session import TraceSession
 
 ENGINE_MODULE = "moewe.runtime.engine_main"
-CHECK_EVERY_S = 0.5
 CLOSE_TIMEOUT_S = 8.0
 
-OnDeltas = Callable[[Sequence[Delta]], None]
-OnFailure = Callable[[Failed], None]
 OnLoading = Callable[[int, Loading], None]
 
 
@@ -45,23 +43,22 @@ class ReplicaSet:
 
     Args:
         resolved: what they run.
-        replicas: the engines.
-        spawner: the thread that started them and must outlive them.
+        launcher: starts engines.
 
     Attributes:
         resolved: with the config as every engine has it.
     """
 
-    def __init__(self, resolved: Resolved, replicas: Sequence[Replica], spawner: ThreadPoolExecutor) -> None:
+    def __init__(self, resolved: Resolved, launcher: _Launcher) -> None:
         self.resolved = resolved
-        self._replicas = list(replicas)
-        self._spawner = spawner
+        self._launcher = launcher
+        self._replicas: list[Replica] = []
         self._most_requests = resolved.most_requests
         self._backlog: list[Delta] = []  # deltas that came while nobody asked for any
         self._last_check = time.monotonic()
         self._settled = threading.Event()
         self._told: set[int] = set()  # replicas whose failure was reported
-        self._loop: _LoopPump | None = None
+        self._loop: LoopPump | None = None
         self._closed = False
 
     @classmethod
@@ -72,6 +69,7 @@ class ReplicaSet:
         engines: str | None = None,
         on_loading: OnLoading | None = None,
         parts: GroupParts | None = None,
+        first: int | None = None,
     ) -> ReplicaSet:
         """Start all replicas of `config` and return at once; they load meanwhile.
 
@@ -80,30 +78,59 @@ class ReplicaSet:
             engines: `processes`, or `threads` of this process; None takes threads where ranks are threads too.
             on_loading: called with (replica, progress) from whoever polls or waits.
             parts: what ranks are made of, where engines are threads (tests).
+            first: so many replicas only; `launch` starts the others.
 
         Raises:
             ValueError: the config cannot run; one line with the fix.
         """
         resolved = config if isinstance(config, Resolved) else resolve(config)
-        engines = engines or resolved.config.parallel.ranks
-        # The kernel ends a child with the thread that started it, so that thread lives as long as this set.
-        spawner = ThreadPoolExecutor(1, thread_name_prefix="moewe-spawner")
-        many = resolved.topology.dp > 1
-        replicas: list[Replica] = []
+        made = cls(resolved, _Launcher(engines or resolved.config.parallel.ranks, on_loading, parts))
         try:
-            for index in range(resolved.topology.dp):
-                start = _engine_start(resolved, index)
-                member = spawner.submit(_spawn_engine, start, engines, parts).result()
-                name = f"replica {index}" if many else ""
-                watched = engines == "processes"
-                replicas.append(Replica(index, name, member, watched=watched, on_loading=on_loading))
+            made.launch(range(resolved.topology.dp if first is None else first))
         except BaseException:
-            for replica in replicas:
+            made._launcher.close()
+            raise
+        return made
+
+    def launch(self, indices: Sequence[int]) -> None:
+        """Start the replicas of these numbers, each the next one or in place of one that has ended."""
+        begun: list[Replica] = []
+        try:
+            for index in indices:
+                assert index <= len(self._replicas) + len(begun), (index, len(self._replicas))
+                begun.append(self._launcher.replica(self.resolved, index))
+        except BaseException:
+            for replica in begun:
                 replica.member.kill()
                 replica.member.join(CLOSE_TIMEOUT_S)
-            spawner.shutdown()
             raise
-        return cls(resolved, replicas, spawner)
+        for replica in begun:
+            self._replicas[replica.index : replica.index + 1] = [replica]
+            self._told.discard(replica.index)
+        self._after_command()
+
+    def retire(self, indices: Sequence[int]) -> None:
+        """Let these replicas finish what they have and stop, while others go on; see `have_ended`."""
+        for index in indices:
+            self._replicas[index].shut_down(drain=True)
+        self._after_command()
+
+    def have_ended(self, indices: Sequence[int]) -> bool:
+        """Tell whether these replicas are at work no more; then nothing of them is left."""
+        if any(self._replicas[index].lives for index in indices):
+            return False
+        for index in indices:
+            self._end(self._replicas[index])
+        return True
+
+    def are_ready(self, indices: Sequence[int]) -> bool:
+        """Tell whether these replicas can take requests."""
+        return all(self._replicas[index].ready is not None and self._replicas[index].lives for index in indices)
+
+    @property
+    def least_outstanding(self) -> int | None:
+        """The work of the replica that has least of those that take requests; None where none does."""
+        return min((replica.outstanding for replica in self._replicas if replica.takes_requests), default=None)
 
     # --- what is known ---------------------------------------------------------------------------------------------
     @property
@@ -157,8 +184,12 @@ class ReplicaSet:
     def _choose(self) -> int:
         """Return the least loaded replica whose queue has room, or at least one that lives; -1 when none does."""
         outstanding = [r.outstanding for r in self._replicas]
-        index = least_loaded(outstanding, [r.lives and r.num_requests < self._most_requests for r in self._replicas])
+        takes = [r.takes_requests for r in self._replicas]
+        roomy = [fine and r.num_requests < self._most_requests for fine, r in zip(takes, self._replicas)]
+        index = least_loaded(outstanding, roomy if any(takes) else [r.lives for r in self._replicas])
         # What was aborted counts until the engine says so; it will have room, or refuse.
+        if index < 0 and any(takes):
+            index = least_loaded(outstanding, takes)
         return index if index >= 0 else least_loaded(outstanding, [r.lives for r in self._replicas])
 
     def abort(self, request_id: str) -> None:
@@ -224,7 +255,7 @@ class ReplicaSet:
             on_failure: called once for each replica that is lost, after the last deltas of its requests.
             on_ready: called once, when all replicas are ready.
         """
-        self._loop = _LoopPump(self, self._replicas, loop, (on_deltas, on_failure, on_ready))
+        self._loop = LoopPump(self, self._replicas, loop, (on_deltas, on_failure, on_ready))
         self._loop.turn()
 
     def collect(self) -> list[Delta]:
@@ -283,7 +314,7 @@ class ReplicaSet:
                 self._sleep(0.1)
         for replica in self._replicas:
             self._end(replica)
-        self._spawner.shutdown()
+        self._launcher.close()
 
     def _end(self, replica: Replica) -> None:
         member = replica.member
@@ -295,63 +326,30 @@ class ReplicaSet:
             wait_gone([pid for pid in replica.ready.pids if pid != member.pid], CLOSE_TIMEOUT_S)
 
 
-class _LoopPump:
-    """Turns readable channels into callbacks of an event loop."""
+class _Launcher:
+    """Starts engines, all from one thread: the kernel ends a child with the thread that started it.
 
-    def __init__(
-        self,
-        replicas: ReplicaSet,
-        members: Sequence[Replica],
-        loop: asyncio.AbstractEventLoop,
-        callbacks: tuple[OnDeltas, OnFailure, Callable[[], None] | None],
-    ) -> None:
-        self._set = replicas
-        self._members = members
-        self._event_loop = loop
-        self._on_deltas, self._on_failure, self._on_ready = callbacks
-        self._reading: set[int] = set()
-        self._writing: set[int] = set()
-        self._timer = loop.call_later(CHECK_EVERY_S, self._tick)
+    Args:
+        engines: `processes` or `threads`.
+        on_loading: told of progress.
+        parts: what ranks are made of, where engines are threads.
+    """
 
-    def turn(self) -> None:
-        """Deliver what has come."""
-        deltas = self._set.collect()
-        if deltas:
-            self._on_deltas(deltas)
-        for failure in self._set.new_failures():
-            self._on_failure(failure)
-        if self._on_ready is not None and self._set.is_ready:
-            on_ready, self._on_ready = self._on_ready, None
-            on_ready()
-        self.watch()
+    def __init__(self, engines: str, on_loading: OnLoading | None, parts: GroupParts | None) -> None:
+        self._engines, self._on_loading, self._parts = engines, on_loading, parts
+        self._spawner = ThreadPoolExecutor(1, thread_name_prefix="moewe-spawner")
 
-    def watch(self) -> None:
-        """Ask the loop for exactly those channels that can bring something."""
-        living = [replica.member.channel for replica in self._members if replica.lives]
-        readable = {channel.fileno() for channel in living}
-        writable = {channel.fileno() for channel in living if channel.pending_bytes}
-        for fd in self._reading - readable:
-            self._event_loop.remove_reader(fd)
-        for fd in readable - self._reading:
-            self._event_loop.add_reader(fd, self.turn)
-        for fd in self._writing - writable:
-            self._event_loop.remove_writer(fd)
-        for fd in writable - self._writing:
-            self._event_loop.add_writer(fd, self.turn)
-        self._reading, self._writing = readable, writable
+    def replica(self, resolved: Resolved, index: int) -> Replica:
+        """Start one."""
+        start = _engine_start(resolved, index)
+        member = self._spawner.submit(_spawn_engine, start, self._engines, self._parts).result()
+        name = f"replica {index}" if resolved.topology.dp > 1 else ""
+        watched = self._engines == "processes"
+        return Replica(index, name, member, watched=watched, on_loading=self._on_loading)
 
-    def detach(self) -> None:
-        """Leave the loop alone from now on."""
-        self._timer.cancel()
-        for fd in self._reading:
-            self._event_loop.remove_reader(fd)
-        for fd in self._writing:
-            self._event_loop.remove_writer(fd)
-        self._reading, self._writing = set(), set()
-
-    def _tick(self) -> None:
-        self._timer = self._event_loop.call_later(CHECK_EVERY_S, self._tick)
-        self.turn()
+    def close(self) -> None:
+        """End the thread, and with it whatever it started and still runs."""
+        self._spawner.shutdown()
 
 
 def _engine_start(resolved: Resolved, index: int) -> EngineStart:

@@ -70,6 +70,7 @@ class Resolved:
         budget: bytes of the fullest rank; on a GPU its KV is an estimate, the rank itself looks at what is left.
         fixed_max_model_len: the length was asked for and may not be lowered.
         cpus: per global rank, the logical CPUs to run on; empty binds nothing.
+        asked: what all of this was made from.
     """
 
     config: EngineConfig
@@ -79,6 +80,7 @@ class Resolved:
     budget: ByteBudget
     fixed_max_model_len: bool
     cpus: tuple[tuple[int, ...], ...]
+    asked: EngineConfig
 
     @property
     def most_requests(self) -> int:
@@ -99,13 +101,18 @@ def check_checkpoint(resolved: Resolved) -> None:
         check_tokenizer_files(tokenizer_folder(model))
 
 
-def resolve(config: EngineConfig) -> Resolved:
+def resolve(config: EngineConfig, *, freed_bytes: int = 0) -> Resolved:
     """Fill in what `config` leaves open, or refuse what cannot run.
+
+    Args:
+        config: what was asked for.
+        freed_bytes: memory of this host that will be free by the time that it is needed.
 
     Raises:
         ValueError: one line with the field, the value and the fix (a ConfigError or TopologyError among them).
     """
     check_ranges(config)
+    asked_config = config
     is_open = config.parallel.topology.strip().lower() == AUTO
     topology = None if is_open else parse_topology(config.parallel.topology)
     model = load_config(Path(config.model.path))
@@ -141,7 +148,7 @@ def resolve(config: EngineConfig) -> Resolved:
         cache=msgspec.structs.replace(config.cache, kv_cache_dtype=kv_format.name),
     )
     if topology is None:
-        host_bytes = _usable_bytes(config.cache)
+        host_bytes = _usable_bytes(config.cache, freed_bytes)
         topology = auto_topology(
             config, footprint, gpus=gpus, cores=host_cores(), host_bytes=host_bytes, fixed=asked is not None
         )
@@ -152,7 +159,7 @@ def resolve(config: EngineConfig) -> Resolved:
         config, parallel=msgspec.structs.replace(config.parallel, topology=topology.long(), threads=threads)
     )
     if gpus is None:
-        config, budget = _fit_host(config, topology, footprint, fixed=asked is not None)
+        config, budget = _fit_host(config, topology, footprint, fixed=asked is not None, freed_bytes=freed_bytes)
     else:
         smallest = min(gpus[: topology.num_ranks])
         budget = _gpu_budget(config, topology, footprint, smallest, fixed=asked is not None)
@@ -167,16 +174,17 @@ def resolve(config: EngineConfig) -> Resolved:
         budget=budget,
         fixed_max_model_len=asked is not None,
         cpus=cpus,
+        asked=asked_config,
     )
 
 
-def rank_memory_bytes(cache: CacheOptions, topology: Topology) -> int:
-    """Return what a rank on CPU may use: its part of the share of this host that is allowed and free now."""
-    return _usable_bytes(cache) // topology.num_ranks
+def rank_memory_bytes(cache: CacheOptions, topology: Topology, freed_bytes: int = 0) -> int:
+    """Return what a rank on CPU may use: its part of the share of this host that is allowed and free now, or then."""
+    return _usable_bytes(cache, freed_bytes) // topology.num_ranks
 
 
-def _usable_bytes(cache: CacheOptions) -> int:
-    return min(int(host_memory_bytes() * cache.gpu_memory_utilization), available_memory_bytes())
+def _usable_bytes(cache: CacheOptions, freed_bytes: int = 0) -> int:
+    return min(int(host_memory_bytes() * cache.gpu_memory_utilization), available_memory_bytes() + freed_bytes)
 
 
 def _check_runnable(config: EngineConfig, topology: Topology, model: ModelConfig, gpus: tuple[int, ...] | None) -> None:
@@ -211,10 +219,10 @@ def kv_blocks(cache: CacheOptions, groups: Sequence[KVGroup], limits: StepLimits
 
 
 def _fit_host(
-    config: EngineConfig, topology: Topology, footprint: ModelFootprint, *, fixed: bool
+    config: EngineConfig, topology: Topology, footprint: ModelFootprint, *, fixed: bool, freed_bytes: int
 ) -> tuple[EngineConfig, ByteBudget]:
     cache, limits = config.cache, step_limits(config)
-    memory = rank_memory_bytes(cache, topology)
+    memory = rank_memory_bytes(cache, topology, freed_bytes)
 
     def budget_at(limits: StepLimits, kv_bytes: int) -> ByteBudget:
         return byte_budget(footprint, topology, limits, rank_memory_bytes=memory, kv_bytes=kv_bytes)

@@ -36,6 +36,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         price_per_hour: what the server costs, all ranks, in any currency; /metrics then tells the cost of tokens.
         advice_log: a file that advice about the layout is written to, with what led to it, a JSON object a line.
         advice_interval_s: how long a window is after which the advisor says something.
+        allow_apply: whoever may send requests may also have the layout changed.
         dcgm_url: an exporter of counters of GPUs; None: only what ranks can ask themselves.
         tool_call_parser, reasoning_parser: formats of text/parsers, `auto` by the chat template, or `none`.
         enable_auto_tool_choice: as with vLLM; calls are read whenever a format is known, so it changes nothing.
@@ -63,6 +64,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     price_per_hour: float | None = None
     advice_log: str | None = None
     advice_interval_s: float = 30.0
+    allow_apply: bool = False
     dcgm_url: str | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"

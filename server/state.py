@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..runtime.config import EngineConfig
 from ..runtime.generation_defaults import GenerationDefaults
@@ -29,6 +29,7 @@ from .options import ServerOptions
 
 if TYPE_CHECKING:
     from ..models.config import ModelConfig
+    from ..runtime.resolve import Resolved
 
 
 class Phase(Enum):
@@ -38,6 +39,23 @@ class Phase(Enum):
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
+
+
+class LayoutChanges(Protocol):
+    """What routes need of server/http/layout_change.py."""
+
+    @property
+    def is_running(self) -> bool:
+        """True while a change is under way."""
+        ...
+
+    def view(self) -> dict[str, Any] | None:
+        """Return the latest change as JSON; None before the first."""
+        ...
+
+    async def begin(self, asked: str | None) -> object:
+        """Begin to change to the layout `asked` for, by default to the advised one."""
+        ...
 
 
 @dataclass
@@ -55,6 +73,7 @@ class ServerState:
         latest_stats: asks the replicas.
         begin_trace: starts a step trace of so many steps; None before there are replicas.
         trace: the step trace that is being recorded.
+        layout_changer: changes the layout; None before there are replicas.
         advice: the latest about the layout; None before the first window has ended.
         problem: why the server failed.
         grammar_check: tries grammars before an engine sees them.
@@ -76,6 +95,7 @@ class ServerState:
     begin_trace: Callable[[int], TraceSession] | None = None
     trace: TraceSession | None = None
     advice: Advice | None = None
+    layout_changer: LayoutChanges | None = None
     problem: str = ""
     grammar_check: GrammarCheck = field(default_factory=GrammarCheck)
 
@@ -114,6 +134,15 @@ class ServerState:
             self.metrics.set_ready(replica, one)
         self.refresh()
         self.enter(Phase.READY)
+
+    def move_to(self, resolved: Resolved, ready: Sequence[Ready]) -> None:
+        """Show another layout from now on, of which `ready` is what each replica said."""
+        self.config, self.ready, self.stats = resolved.config, list(ready), []
+        self.hub.most_live = resolved.topology.dp * resolved.most_requests
+        self.metrics.move_to(resolved.topology.long())
+        for replica, one in enumerate(self.ready):
+            self.metrics.set_ready(replica, one)
+        self.refresh()
 
     def refresh(self) -> None:
         """Take the latest statistics of the replicas over into `stats` and metrics."""

@@ -163,6 +163,11 @@ class Metrics(Collector):
         self._energy.read()
         self._replica(replica).observe(stats, time.monotonic())
 
+    def move_to(self, topology: str) -> None:
+        """Forget the replicas of the layout that ran: another one runs from now on."""
+        self._info = (*self._info[:2], topology)
+        self.replicas.clear()
+
     def observe_exporter(self, readings: Mapping[str, GpuReading]) -> bool:
         """Note what a DCGM exporter says; return whether it knows any of our GPUs."""
         now = time.monotonic()

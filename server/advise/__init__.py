@@ -1,1 +1,1 @@
-"""`moewe advise`: the advice of a running server, or of a recorded trace."""
+"""`moewe advise` and `moewe apply`: the advice of a running server or of a recorded trace, and a change of layout."""

@@ -140,6 +140,10 @@ _ADVISE = (
           "holds other advice."),
     _flag("json", "switch", OUTPUT, "JSON with every figure, instead of text; of a replay an object a window."),
 )  # fmt: skip
+_APPLY = (
+    *(flag for flag in _ADVISE if flag.name in ("url", "api-key", "header")),
+    _flag("topology", "text", LOAD, "EPxDPy to change to.", default="what the advisor advises"),
+)
 _SERVED_NAME = tuple(flag for flag in HTTP_FLAGS if flag.name == "served-model-name")
 
 
@@ -222,6 +226,12 @@ def _advise(settings: Any) -> int:
     from ..advise.command import advise
 
     return advise(settings.tool)
+
+
+def _apply(settings: Any) -> int:
+    from ..advise.apply import apply
+
+    return apply(settings.tool)
 
 
 def _plan(settings: Any) -> int:
@@ -317,6 +327,16 @@ TOOLS = (
         "or replay a log of such advice. moewe advise URL; moewe advise --trace FILE.",
         flags=(*_ADVISE, *_GENERAL),
         run=_advise,
+        takes_model=False,
+        words="url",
+        words_alone=True,
+    ),
+    Tool(
+        name="apply",
+        help="Change the layout of a running server, some replicas at a time while others serve: moewe apply URL. The "
+        "server must allow it (--allow-apply).",
+        flags=(*_APPLY, *_GENERAL),
+        run=_apply,
         takes_model=False,
         words="url",
         words_alone=True,

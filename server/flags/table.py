@@ -162,6 +162,8 @@ HTTP_FLAGS = (
           default="none"),
     _http("advice-interval", "float", "Seconds of a window, after which the advisor looks at all layouts.",
           field="advice_interval_s", default="30"),
+    _http("allow-apply", "switch",
+          "Let `moewe apply` change the layout while serving; whoever may send requests may then do that, too."),
     _http("dcgm-url", "text", "A dcgm-exporter, e.g. http://127.0.0.1:9400/metrics: counters of GPUs for /metrics."),
     _http("metrics-compat", "text", "Show figures in /metrics under the names of vllm or sglang, too."),
     _http("price-per-hour", "float",

@@ -1,4 +1,4 @@
-"""/v1/topology/advice: what the advisor says of the layout that runs, with all candidates and the figures behind it.
+"""/v1/topology/advice and /v1/topology/apply: what the advisor says of the layout that runs, and a change of it.
 
 Not the advisor (topologies/advisor/) and not its windows (server/http/advising.py). Units: seconds, bytes, ratios.
 """
@@ -21,6 +21,19 @@ def add_advice_routes(app: FastAPI, state: ServerState) -> None:
     @app.get("/v1/topology/advice")
     async def advice() -> Response:
         return JSONResponse(advice_view(state))
+
+    @app.post("/v1/topology/apply")
+    async def apply(topology: str | None = None) -> Response:
+        if state.layout_changer is None:
+            state.require_ready()
+        assert state.layout_changer is not None, "a server that is ready has replicas"
+        await state.layout_changer.begin(topology)
+        return JSONResponse(state.layout_changer.view(), 202)
+
+    @app.get("/v1/topology/apply")
+    async def progress() -> Response:
+        changer = state.layout_changer
+        return JSONResponse({"change": None if changer is None else changer.view()})
 
 
 def advice_view(state: ServerState) -> dict[str, Any]:

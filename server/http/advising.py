@@ -77,6 +77,8 @@ class Advising:
     async def _turn(self, window: ObservedWindow, now: float) -> None:
         replicas, advisor = self._state.metrics.replicas, self._advisor
         assert advisor is not None
+        if self._state.layout_changer is not None and self._state.layout_changer.is_running:
+            return  # some replicas are of another layout; the window begins anew when the change is over
         window.sample(replicas)
         if window.age(now) < self._state.options.advice_interval_s:
             return

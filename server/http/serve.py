@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 import uvicorn
 
 from ...runtime.config import EngineConfig
+from ...runtime.fleet import Fleet
 from ...runtime.generation_defaults import generation_defaults
 from ...runtime.kernels import prepare_kernels
 from ...runtime.messages import Failed
@@ -27,6 +28,7 @@ from ...runtime.processes.child import freeze_heap
 from ...runtime.prompts import model_template, model_tokenizer, with_ends
 from ...runtime.replicas import ReplicaSet
 from ...runtime.resolve import Resolved, resolve
+from ...topologies.advisor.trace import AppliedLine
 from ..descriptors import raise_descriptor_limit
 from ..hub import Hub
 from ..options import VERSION, ServerOptions
@@ -36,6 +38,7 @@ from .advising import Advising
 from .app import build_app
 from .connections import Connection
 from .exporter_watch import ExporterWatch
+from .layout_change import DONE, ChangeStatus, LayoutChanger
 from .tls import tls_context
 
 log = logging.getLogger(__name__)
@@ -160,6 +163,7 @@ class Server:
         self._display = LoadingDisplay()
         self._advising = Advising(state)
         self._failed: Failed | None = None
+        self._sets: list[ReplicaSet] = []
 
     async def run(self) -> int:
         """Live; returns the exit code. No process, thread of an engine or port is left."""
@@ -168,15 +172,19 @@ class Server:
         http.add_done_callback(lambda _: self._words.put_nowait(_HTTP_ENDED))
         loop.add_signal_handler(signal.SIGTERM, self._words.put_nowait, _TERM)
         loop.add_signal_handler(signal.SIGINT, self._words.put_nowait, _INTERRUPT)
-        replicas: ReplicaSet | None = None
+        changer: LayoutChanger | None = None
         watch: ExporterWatch | None = None
         ticker = asyncio.ensure_future(self._tick())
         code = EXIT_NOT_STARTED
         try:
             replicas = ReplicaSet.start(self._resolved, on_loading=self._display.update)
-            self.state.hub.replicas = replicas
-            self.state.latest_stats = replicas.stats
-            self.state.begin_trace = replicas.trace
+            fleet = Fleet(replicas)
+            self._sets = fleet.sets
+            self.state.hub.replicas = fleet
+            self.state.latest_stats = fleet.stats
+            self.state.begin_trace = fleet.trace
+            changer = LayoutChanger(self.state, fleet, self._resolved, self._on_failure, self._on_changed)
+            self.state.layout_changer = changer
             with self._display.shown():
                 replicas.attach(loop, self.state.hub.on_deltas, self._on_failure, lambda: self._on_ready(replicas))
                 word = await self._first_word()
@@ -186,7 +194,9 @@ class Server:
             if watch is not None:
                 watch.close()
             ticker.cancel()
-            await self._close(http, replicas, forced=code != EXIT_DRAINED)
+            if changer is not None:
+                changer.close()
+            await self._close(http, forced=code != EXIT_DRAINED)
         if self._failed is not None and self._failed.user_error:
             raise ValueError(self._failed.reason)
         return code
@@ -201,6 +211,15 @@ class Server:
     def _on_failure(self, failed: Failed) -> None:
         self._failed = self._failed or failed
         self._words.put_nowait(_LOST)
+
+    def _on_changed(self, status: ChangeStatus, running: Resolved, start_s: float) -> None:
+        self._advising.applied(
+            AppliedLine(
+                time=time.time(), before=status.before, after=status.after, outcome=status.state, seconds=status.seconds
+            )
+        )
+        if status.state == DONE:
+            self._advising.begin(running, self.state.ready, start_s)
 
     async def _first_word(self) -> str | None:
         """Wait until the engines are ready (None) or something ends the server before (that word)."""
@@ -288,7 +307,7 @@ class Server:
             if text is not None:
                 log.info("%s", text)
 
-    async def _close(self, http: asyncio.Future[None], replicas: ReplicaSet | None, *, forced: bool) -> None:
+    async def _close(self, http: asyncio.Future[None], *, forced: bool) -> None:
         if forced and self.state.ready:
             await asyncio.sleep(FLUSH_S)  # errors of open streams go out
         ready = bool(self.state.ready)
@@ -296,7 +315,7 @@ class Server:
         self._http.should_exit = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(http, CLOSE_TIMEOUT_S + 1.0)
-        if replicas is not None:
+        for replicas in self._sets:
             replicas.close(CLOSE_TIMEOUT_S if ready else UNREADY_CLOSE_TIMEOUT_S)
         self._listener.close()
 

@@ -91,6 +91,11 @@ ANSWERS: dict[str, Schema] = {
         "routed_ratio": _NUMBER, "products_s": _NUMBER, "restart_s": _NUMBER, "load_bytes": _INTEGER,
         "sequences": _INTEGER, "is_measured": {"type": "boolean"},
     }),
+    "LayoutChange": _object({
+        "before": _TEXT, "after": _TEXT, "way": {"enum": ["beside", "in turns"]}, "turns": _INTEGER, "turn": _INTEGER,
+        "state": {"enum": ["running", "done", "failed"]}, "reason": _TEXT, "seconds": _NUMBER,
+    }),
+    "LayoutProgress": _object({"change": {"anyOf": [ref("LayoutChange"), {"type": "null"}]}}),
     "StepTrace": {
         **_object({"traceEvents": _many({"type": "object"}), "otherData": {"type": "object"}}),
         "description": "In Chrome's Trace Event Format, for ui.perfetto.dev and chrome://tracing",
@@ -101,8 +106,9 @@ ANSWERS: dict[str, Schema] = {
 STATUSES = {
     "400": "something in the request must change; the message names the field, the value and the fix",
     "401": "no key or a wrong one",
+    "403": "the server was not started so that it may be done",
     "404": "no such model, no such path",
-    "409": "another trace is being recorded; come again when it is done",
+    "409": "another one is under way: a trace, a change of the layout; come again when it is done",
     "408": "the body came too slowly",
     "413": "the body is larger than the server reads (`--max-body-bytes`)",
     "429": "every place to run and to wait is taken; come again after `Retry-After`",

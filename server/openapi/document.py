@@ -167,6 +167,7 @@ def _paths() -> dict[str, dict[str, Schema]]:
             "default": DEFAULT_IDLE_SECONDS,
         },
     )
+    layout = _query("topology", "EPxDPy, by default the advised one", {"type": "string"})
     plain: Schema = {"text/plain": {"schema": {"type": "string"}}}
     topology = _get("The live map of ranks and experts", "Topology", {"400", "401"}, plain)
     tokenize = {"anyOf": [ref("TokenizeText"), ref("TokenizeChat")]}
@@ -185,6 +186,11 @@ def _paths() -> dict[str, dict[str, Schema]]:
         "/detokenize": {"post": _post("Text of token ids", ref("Detokenize"), "Text", texts)},
         "/v1/topology": {"get": {**topology, "parameters": [form]}},
         "/v1/topology/advice": {"get": _get("What the advisor says of the layout", "Advice", {"401"})},
+        "/v1/topology/apply": {
+            "post": {**_accepted(_get("Change the layout while serving", "LayoutChange",
+                                      {*few, "400", "403", "409"})), "parameters": [layout]},
+            "get": _get("How far a change of the layout is", "LayoutProgress", {"401"}),
+        },
         "/v1/trace": {
             "post": {**_get("Where the time of the next steps goes", "StepTrace", {*few, "400", "409"}),
                      "parameters": [steps, idle]},
@@ -195,6 +201,13 @@ def _paths() -> dict[str, dict[str, Schema]]:
         "/metrics": {"get": _get("Figures for Prometheus", None, {"401"}, plain)},
         "/version": {"get": _get("The version", "Version", {"401"})},
     }  # fmt: skip
+
+
+def _accepted(operation: Schema) -> Schema:
+    """Return an operation that answers before it is done."""
+    responses = operation["responses"]
+    responses["202"] = responses.pop("200")
+    return operation
 
 
 def _query(name: str, words: str, schema: Schema) -> Schema:

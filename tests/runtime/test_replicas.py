@@ -47,7 +47,7 @@ def fake_resolved(topology, **schedule):
     kv_groups = (KVGroup(name="full", kind="full", bytes_per_token=1),)
     return Resolved(
         config=config, topology=parse_topology(topology), model=model, budget=None, fixed_max_model_len=True, cpus=(),
-        footprint=ModelFootprint(name="fake", kv_groups=kv_groups, **numbers),
+        footprint=ModelFootprint(name="fake", kv_groups=kv_groups, **numbers), asked=config,
     )  # fmt: skip
 
 

@@ -115,7 +115,7 @@ def test_every_parameter_in_a_url_has_a_row() -> None:
     assert [(row[0], row[1].rstrip(" *")) for row in rows] == [
         (f"`{path}`", f"`{name}`") for path, name, _ in parameters()
     ]
-    assert {"steps", "idle_timeout", "format", "model"} == {name for _, name, _ in parameters()}
+    assert {"steps", "idle_timeout", "format", "model", "topology"} == {name for _, name, _ in parameters()}
     assert all(row[4] for row in rows)
 
 

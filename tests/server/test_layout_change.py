@@ -1,0 +1,207 @@
+"""A change of layout while requests run, with engines that are threads over fake ranks: no request is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from moewe.runtime.fleet import Fleet
+from moewe.runtime.messages import Delta
+from moewe.runtime.new_layout import NewLayout
+from moewe.runtime.processes.group import GroupParts
+from moewe.runtime.prompts import packed
+from moewe.runtime.replicas import ReplicaSet
+from moewe.runtime.resolve import Resolved
+from moewe.server.advise.apply import ChangeFailedError, apply
+from moewe.server.client.asking import NoAnswerError
+from moewe.server.errors import ApiError
+from moewe.server.http import layout_change
+from moewe.server.http.layout_change import ChangeStatus, LayoutChanger
+from moewe.server.state import ServerState
+from moewe.topologies import Topology
+from moewe.topologies.advisor.records import Advice
+from moewe.topologies.advisor.turns import BESIDE, IN_TURNS, beside, in_turns
+from tests.runtime.test_replicas import fake_resolved, greedy
+from tests.server.test_top import Pages, small_server
+from tests.support import fake_worker
+from tests.support.asking import error_of, fake, get, post
+from tests.support.fake_replicas import make_state
+
+
+def started(resolved: Resolved, first: int | None, fails: bool = False) -> ReplicaSet:
+    def broken(*_: Any) -> Any:
+        raise ValueError("no room")
+
+    parts = GroupParts(make_worker=broken if fails else fake_worker.factory(None, None))
+    return ReplicaSet.start(resolved, engines="threads", parts=parts, first=first)
+
+
+class Bench:
+    """A fleet of fake engines, a state, and requests that arrive all the time.
+
+    Args:
+        before: the layout that runs.
+        way: how it is changed.
+        start: of a new set.
+    """
+
+    def __init__(self, before: str, way: str, start: Callable[..., ReplicaSet] = started) -> None:
+        self.resolved = fake_resolved(before)
+        self.fleet = Fleet(started(self.resolved, None))
+        self.old = self.fleet.current
+        self.told: dict[str, list[int]] = {}
+        self.ended: dict[str, str] = {}
+        self.changes: list[tuple[ChangeStatus, str]] = []
+        self.state = make_state(None, allow_apply=True)
+        self.state.hub.on_deltas = self.take  # type: ignore[method-assign]
+        self.state.latest_stats = self.fleet.stats
+        self.changer = LayoutChanger(
+            self.state, self.fleet, self.resolved, self.lost,
+            lambda status, running, _: self.changes.append((status, running.topology.short())), start,
+        )  # fmt: skip
+        self.way = way
+
+    def planned(self, running: Resolved, topology: Topology, **_: int) -> NewLayout:
+        turns = beside if self.way == BESIDE else in_turns
+        resolved = fake_resolved(topology.long())
+        return NewLayout(resolved=resolved, way=self.way, turns=turns(running.topology, topology))
+
+    def take(self, deltas: Any) -> None:
+        delta: Delta
+        for delta in deltas:
+            self.told.setdefault(delta.request_id, []).extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                self.ended[delta.request_id] = delta.finish_reason
+
+    def lost(self, failed: Any) -> None:
+        raise AssertionError(failed.reason)
+
+    async def change(self, to: str) -> ChangeStatus:
+        """Change the layout while requests come; return how it ended."""
+        self.fleet.current.wait_ready(30)
+        self.fleet.current.attach(asyncio.get_running_loop(), self.take, self.lost)
+        self.state.begin(self.fleet.current.ready)
+        number = 0
+        status = await self.changer.begin(to)
+        assert isinstance(status, ChangeStatus)
+        while status.state == layout_change.RUNNING or number < 40:
+            self.fleet.submit(f"r{number}", packed([number]), greedy(5))
+            number += 1
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(self.changer._task, 30)  # type: ignore[arg-type]
+        while len(self.ended) < number:
+            await asyncio.sleep(0.01)
+        assert set(self.ended.values()) == {"length"}
+        assert all(self.told[f"r{i}"] == list(range(i + 1, i + 6)) for i in range(number))
+        return status
+
+    def run(self, to: str, monkeypatch: pytest.MonkeyPatch) -> ChangeStatus:
+        monkeypatch.setattr(layout_change, "new_layout", self.planned)
+        monkeypatch.setattr(layout_change, "with_ends", lambda resolved, *_: resolved)
+        try:
+            return asyncio.run(asyncio.wait_for(self.change(to), 60))
+        finally:
+            for each in self.fleet.sets:
+                each.close()
+
+
+@pytest.mark.parametrize(
+    ("before", "way", "after"),
+    [("EP1DP4", IN_TURNS, "EP2DP2"), ("EP4DP1", BESIDE, "EP2DP2")],
+)
+def test_every_request_gets_its_tokens_while_the_layout_changes(
+    before: str, way: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(before, way)
+    status = bench.run(after, monkeypatch)
+    assert (status.state, status.turn, status.way) == ("done", status.turns, way)
+    assert status.turns == (1 if way == BESIDE else 2)
+    assert [name for _, name in bench.changes] == [after] and len(bench.fleet.sets) == 1
+    assert bench.fleet.current is not bench.old and bench.old.drained
+    assert bench.state.config.parallel.topology == bench.fleet.current.resolved.config.parallel.topology
+    text = bench.state.metrics.render().decode()
+    assert f'topology="{after}[' in text and 'moewe_topology_changes_total{outcome="done"} 1.0' in text
+
+
+@pytest.mark.parametrize(("before", "way"), [("EP1DP4", IN_TURNS), ("EP2DP2", BESIDE)])
+def test_a_layout_that_cannot_start_leaves_the_old_one_as_it_was(
+    before: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(before, way, partial(started, fails=True))
+    status = bench.run("EP4DP1" if way == BESIDE else "EP2DP2", monkeypatch)
+    assert status.state == "failed" and "no room" in status.reason
+    assert bench.fleet.sets == [bench.old] and len(bench.old.ready) == bench.resolved.topology.dp
+    assert [name for _, name in bench.changes] == [before]
+    assert 'moewe_topology_changes_total{outcome="failed"} 1.0' in bench.state.metrics.render().decode()
+
+
+# --- over HTTP -------------------------------------------------------------------------------------------------------
+def with_changer(**options: Any) -> ServerState:
+    state = make_state(fake(), **options)
+    resolved = fake_resolved("EP2DP1")
+    state.layout_changer = LayoutChanger(state, None, resolved, print, lambda *_: None)  # type: ignore[arg-type]
+    return state
+
+
+def test_the_command_waits_for_the_end_and_says_how_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    change = {"before": "EP2DP2", "after": "EP4DP1", "way": "beside", "turns": 1, "turn": 1, "state": "done",
+              "reason": "", "seconds": 9.5}  # fmt: skip
+    pages = Pages()
+    with small_server(pages) as root:
+        pages.by_path["/v1/topology/apply?topology=EP4DP1"] = (202, json.dumps(change | {"state": "running"}).encode())
+        pages.by_path["/v1/topology/apply"] = (200, json.dumps({"change": change}).encode())
+        assert apply({"url": (root,), "topology": "EP4DP1"}) == 0
+        assert capsys.readouterr().out.endswith("from EP2DP2 to EP4DP1, beside\nEP4DP1 runs after 9.5 s\n")
+        failed = change | {"state": "failed", "reason": "no \x1b[2J room"}
+        pages.by_path["/v1/topology/apply"] = (200, json.dumps({"change": failed}).encode())
+        with pytest.raises(ChangeFailedError, match=r"^EP2DP2 goes on: no \?\[2J room$"):
+            apply({"url": (root,), "topology": "EP4DP1"})
+        pages.by_path["/v1/topology/apply"] = (403, b'{"error": {"message": "start it with --allow-apply"}}')
+        with pytest.raises(NoAnswerError, match="answers 403: start it with --allow-apply"):
+            apply({"url": (root,)})
+        pages.by_path["/v1/topology/apply"] = (202, b"[]")
+        with pytest.raises(NoAnswerError, match="no change"):
+            apply({"url": (root,)})
+
+
+def test_nobody_changes_the_layout_of_a_server_that_does_not_allow_it() -> None:
+    response = post(with_changer(), "/v1/topology/apply", {})
+    assert response.status_code == 403 and "--allow-apply" in error_of(response)["message"]
+    assert get(with_changer(), "/v1/topology/apply").json() == {"change": None}
+    assert post(make_state(None), "/v1/topology/apply", {}).status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "why"),
+    [
+        ("", 409, "no other layout is advised"),
+        ("?topology=EP2", 400, "EPxDPy"),
+        ("?topology=EP2DP1", 400, "runs already"),
+    ],
+)
+def test_what_is_no_change_is_refused(query: str, status: int, why: str) -> None:
+    response = post(with_changer(allow_apply=True), f"/v1/topology/apply{query}", {})
+    assert response.status_code == status and why in error_of(response)["message"]
+
+
+def test_the_advised_layout_is_the_default_and_one_change_runs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = with_changer(allow_apply=True)
+    state.advice = Advice(number=1, time=1.0, topology="EP2DP1", verdict="change", advised="EP1DP2", gain=1, reason="")
+
+    def refuse(running: Resolved, topology: Topology, **_: int) -> NewLayout:
+        raise ValueError(f"{topology.short()} has no room; use less")
+
+    monkeypatch.setattr(layout_change, "new_layout", refuse)
+    response = post(state, "/v1/topology/apply", {})
+    assert response.status_code == 400 and "EP1DP2 has no room" in error_of(response)["message"]
+    changer = state.layout_changer
+    assert isinstance(changer, LayoutChanger)
+    changer._is_planning = True
+    with pytest.raises(ApiError, match="already") as error:
+        asyncio.run(changer.begin(None))
+    assert error.value.status == 409
