@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 import torch
@@ -171,7 +170,7 @@ def test_the_command_traces_a_server_at_work_an_idle_one_and_lets_go(tmp_path: P
             kwargs={"model": NAME, "prompt": "The gull", "max_tokens": 40, "extra_body": {"ignore_eos": True}},
         )
         work = moewe_trace(server.url, "--steps", "10", "--output", str(path))
-        while not httpx.get(f"{server.url}/v1/trace", timeout=20).json()["recording"]:
+        while not server.get("/v1/trace").json()["recording"]:
             time.sleep(0.05)
         busy.start()
         out, err = work.communicate(timeout=120)
@@ -186,12 +185,12 @@ def test_the_command_traces_a_server_at_work_an_idle_one_and_lets_go(tmp_path: P
         assert idle.returncode == 1 and "no step within 0.3 s: idle" in err and not path.exists()
 
         gone = moewe_trace(server.url, "--idle-timeout", "60", "--output", str(path))
-        while not httpx.get(f"{server.url}/v1/trace", timeout=20).json()["recording"]:
+        while not server.get("/v1/trace").json()["recording"]:
             time.sleep(0.05)
         gone.send_signal(signal.SIGINT)
         gone.communicate(timeout=20)
         assert gone.returncode == 130 and not path.exists()
         deadline = time.monotonic() + 10
-        while httpx.get(f"{server.url}/v1/trace", timeout=20).json()["recording"]:
+        while server.get("/v1/trace").json()["recording"]:
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -64,7 +64,7 @@ def test_openai_client_gets_calls_and_reasoning_in_both_modes(name: str) -> None
     asked: Any = {"model": "gull", "messages": CHAT["messages"], "tools": TOOLS}
 
     async def run(http: httpx.AsyncClient) -> tuple[Any, Any, list[Any]]:
-        async with openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none") as client:
+        async with openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", http_client=http) as client:
             whole = await client.chat.completions.create(**asked)
             async with client.chat.completions.stream(**asked) as stream:
                 chunks = [event.chunk async for event in stream if event.type == "chunk"]

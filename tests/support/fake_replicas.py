@@ -188,8 +188,11 @@ def make_state(
 
 
 @asynccontextmanager
-async def served(state: ServerState, verify: Any = True) -> AsyncIterator[httpx.AsyncClient]:
-    """Serve `state` over HTTP or HTTPS on a free port and give a client to it."""
+async def served(state: ServerState, verify: Any = False) -> AsyncIterator[httpx.AsyncClient]:
+    """Serve `state` over HTTP or HTTPS on a free port and give a client to it.
+
+    Without `verify` the client reads no certificates of the world, which takes it longer than most tests.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
     config = http_config(state)
     config.timeout_graceful_shutdown = 1
@@ -217,7 +220,7 @@ def ask(state: ServerState, method: str, path: str, **kwargs: Any) -> httpx.Resp
 
 
 def with_server(
-    state: ServerState, body: Callable[[httpx.AsyncClient], Coroutine[Any, Any, Any]], verify: Any = True
+    state: ServerState, body: Callable[[httpx.AsyncClient], Coroutine[Any, Any, Any]], verify: Any = False
 ) -> Any:
     """Run `body(client)` against a server over `state`."""
 
