@@ -6,6 +6,7 @@ Not fixtures of models. Units: token ids.
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -18,6 +19,11 @@ CORPUS = [
 
 
 def byte_level() -> Tokenizer:
+    return Tokenizer.from_str(_trained())
+
+
+@cache
+def _trained() -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -26,7 +32,7 @@ def byte_level() -> Tokenizer:
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_special_tokens(["<s>", "</s>"])
-    return tokenizer
+    return str(tokenizer.to_str())
 
 
 def byte_fallback() -> Tokenizer:
