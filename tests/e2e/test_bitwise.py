@@ -50,7 +50,7 @@ STORED = {
     "T-DS3 fp8": cache(lambda: fp8_checkpoint("T-DS3", (24, 40))[0]),
 }
 CASES = [
-    *((name, "auto") for name in FAMILIES),
+    *(pytest.param(name, "auto", marks=[pytest.mark.slow] * (name in ("T-GLM-demo", "T-OLM"))) for name in FAMILIES),
     ("T-GOS", "fp8"),
     *(pytest.param(name, "auto", marks=[pytest.mark.slow] * (name == "T-DS3 fp8")) for name in STORED),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in zip(FAMILIES, ["fp8", "int8"] * 2)),

@@ -6,7 +6,7 @@ import torch
 from tests.support.comparison import compare_half_precision, compare_with_reference
 from tests.support.fixtures import DENSE_FIXTURES, FIXTURES, MOE_FIXTURES, checkpoint, random_prompt
 from tests.support.harness import generate, greedy
-from tests.support.matrix import parameters
+from tests.support.matrix import of_each, parameters
 from tests.support.setups import Setup
 
 MIXED_LENGTHS = (33, 1, 17, 50, 5, 34, 2, 9)
@@ -37,7 +37,7 @@ def test_both_layouts_of_experts_give_the_same_bits(name):
 
 
 # --- a number format of two bytes -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("name", of_each(FIXTURES))
 def test_bf16_is_as_close_to_fp32_as_transformers_in_bf16(name):  # P-LOAD-06
     path, prompt = checkpoint(name, dtype="bfloat16"), random_prompt(48)
     setup = Setup(topology="EP1DP1" if name in DENSE_FIXTURES else "EP2DP1", dtype="bfloat16", max_chunk_tokens=7)

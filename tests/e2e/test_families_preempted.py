@@ -5,7 +5,7 @@ import pytest
 from tests.support.comparison import compare_with_reference
 from tests.support.fixtures import checkpoint, random_prompt
 from tests.support.harness import generate, greedy
-from tests.support.matrix import MATRIX, QUICK, num_ranks, parameters
+from tests.support.matrix import MATRIX, QUICK, UNLIKE, num_ranks, parameters
 from tests.support.numerics import LOGITS_AGAINST_REFERENCE
 from tests.support.setups import Setup
 
@@ -21,7 +21,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "topology", "chunk"), parameters(CASES))
+@pytest.mark.parametrize(
+    ("name", "topology", "chunk"), parameters(CASES, {case for case in QUICK if case[0] in UNLIKE})
+)
 def test_preempted_requests_equal_transformers(name, topology, chunk):
     path = checkpoint(name)
     prompts = [random_prompt(length, seed=i) for i, length in enumerate(LENGTHS * num_ranks(topology))]

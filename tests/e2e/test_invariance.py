@@ -32,7 +32,7 @@ def check_batches(group):
         worker.batch.check_invariants()
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_books_balance_after_random_requests_and_aborts(depth):
     random = np.random.default_rng(0)
     setup = Setup(topology="EP2DP1", num_blocks=40, block_size=4, keep_logits=False, depth=depth)

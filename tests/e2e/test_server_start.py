@@ -54,8 +54,10 @@ def test_an_incomplete_checkpoint_is_refused_before_any_process(damaged: object)
 
 @pytest.mark.parametrize(
     ("template", "says"),
-    [(None, "no chat template"), ("{{ messages[0].content ", "does not compile")],
-    ids=["P-TOK-01", "P-TOK-02"],
+    [
+        pytest.param(None, "no chat template", marks=pytest.mark.slow, id="P-TOK-01"),
+        pytest.param("{{ messages[0].content ", "does not compile", id="P-TOK-02"),
+    ],
 )
 def test_a_missing_or_broken_template_leaves_completions(template: str | None, says: str) -> None:
     made = chain(["a", "b"], loop=True, chat_template=template)
@@ -70,6 +72,7 @@ def test_a_missing_or_broken_template_leaves_completions(template: str | None, s
             assert "--chat-template" in refused.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_auto_serves_on_what_is_here_and_says_why() -> None:
     made = chain(["a", "b"], loop=True)
     with ServerProcess(made.path, "--kv-cache-memory-bytes", "16MiB", topology="auto") as server:

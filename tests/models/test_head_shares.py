@@ -74,8 +74,13 @@ def check_layer(own: LayerWeights, whole: LayerWeights, config: ModelConfig, sha
         assert torch.equal(own.sinks, whole.sinks[heads.start : heads.stop])
 
 
-@pytest.mark.parametrize("dummy", [False, True], ids=["files", "dummy"])
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize(
+    ("name", "dummy"),
+    [
+        *(pytest.param(name, False, id=f"{name}-files") for name in FIXTURES),
+        *(pytest.param(name, True, id=f"{name}-dummy") for name in ("T-QW3", "T-DS3", "T-GOS")),
+    ],
+)
 def test_each_rank_holds_its_heads_and_reads_no_more(name: str, dummy: bool) -> None:
     path = checkpoint(name)
     config, whole = load_config(path), load(path, dummy=dummy)

@@ -115,7 +115,7 @@ def test_metrics_say_how_many_experts_a_rank_holds(topology, slots):  # P-LOAD-2
     assert [(int(rank), float(held)) for rank, held in shown] == list(enumerate(slots))
 
 
-@pytest.mark.parametrize("ranks", ["threads", pytest.param("processes", marks=pytest.mark.spawn)])
+@pytest.mark.parametrize("ranks", ["threads", pytest.param("processes", marks=[pytest.mark.spawn, pytest.mark.slow])])
 def test_last_counters_come_though_the_request_was_aborted(ranks):
     replicas = start("EP2DP1", ranks)
     replicas.submit("a", packed(random_prompt(20)), SamplingParams(max_tokens=480, temperature=0, ignore_eos=True))
@@ -147,15 +147,9 @@ def test_a_session_counts_preemptions():
 
 
 @pytest.mark.spawn
-@pytest.mark.parametrize(
-    ("number", "busy"),
-    [
-        (signal.SIGKILL, True),
-        pytest.param(signal.SIGKILL, False, marks=pytest.mark.slow),
-        pytest.param(signal.SIGSTOP, True, marks=pytest.mark.slow),
-        pytest.param(signal.SIGSTOP, False, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # tests/runtime/test_launch.py kills a rank without a model
+@pytest.mark.parametrize("busy", [True, False])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_lost_rank_ends_everything_within_ten_seconds(number, busy):
     replicas = start("EP2DP1", stall_timeout_s=3.0)
     pids = descendants(replicas)
@@ -227,6 +221,7 @@ def test_nothing_outlives_a_killed_parent(stop_a_rank):
 
 
 @pytest.mark.spawn
+@pytest.mark.slow
 def test_mistake_in_the_checkpoint_is_the_users_and_leaves_nothing(tmp_path):
     folder = tmp_path / "broken"
     folder.mkdir()

@@ -172,7 +172,7 @@ def test_rank_thread_that_stands_still_is_named():
 
 
 @pytest.mark.spawn
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_killed_or_stopped_rank_is_named_and_none_is_left(number, fake_processes):
     group = start_group(engine_start(stall_timeout_s=1.0))
     pids = [member.pid for member in group.workers.members]
@@ -186,6 +186,7 @@ def test_killed_or_stopped_rank_is_named_and_none_is_left(number, fake_processes
 
 
 @pytest.mark.spawn
+@pytest.mark.slow
 def test_rank_process_that_stands_still_writes_its_stacks(fake_processes, capfd):
     fake_processes("rank=1,step=1,do=hang")
     group = start_group(engine_start(stall_timeout_s=1.0))

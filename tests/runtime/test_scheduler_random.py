@@ -50,7 +50,11 @@ def random_request(rng: random.Random, name: str, config: SchedulerConfig, now: 
                         seed=rng.randint(1, 10**6), priority=rng.randint(0, 2), arrival=now)  # fmt: skip
 
 
-@pytest.mark.parametrize(("depth", "policy"), [(1, "fcfs"), (2, "priority"), (3, "fcfs")])
+ALWAYS = (2, "priority")
+DEPTHS = [ALWAYS, *(pytest.param(depth, "fcfs", marks=pytest.mark.slow) for depth in (1, 3))]
+
+
+@pytest.mark.parametrize(("depth", "policy"), DEPTHS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_request_gets_exactly_its_tokens(shape: str, depth: int, policy: str):
     config = config_of(shape, policy=policy)

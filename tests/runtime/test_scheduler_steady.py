@@ -32,7 +32,7 @@ def plans_of(shape: str, depth: int, monkeypatch: pytest.MonkeyPatch, *, short: 
     return engine.plans
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_both_ways_give_the_same_plans(shape: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plans_of(shape, depth, monkeypatch, short=True) == plans_of(shape, depth, monkeypatch, short=False)

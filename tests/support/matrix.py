@@ -5,7 +5,7 @@ Not tests. Units: tokens; a case is (fixture, topology, largest chunk).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import pytest
 
@@ -39,12 +39,21 @@ def _quick() -> set[Case]:
 QUICK = _quick()
 
 
-def parameters(cases: Iterable[Case] = MATRIX) -> list[object]:
+# Families that differ most: plain, latent, windows with sinks, runs of positions, another router, dense with windows.
+UNLIKE = ("T-QW3", "T-DS3", "T-GOS", "T-LL4", "T-PHI", "T-MIS")
+
+
+def parameters(cases: Iterable[Case] = MATRIX, quick: Container[Case] = QUICK) -> list[object]:
     """Return `cases` as parameters of a test, marked slow where they are not quick."""
     return [
-        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id="-".join(map(str, case)))
+        pytest.param(*case, marks=() if case in quick else pytest.mark.slow, id="-".join(map(str, case)))
         for case in cases
     ]
+
+
+def of_each(names: Iterable[str]) -> list[object]:
+    """Return families as parameters of a test, marked slow where they are like others."""
+    return [pytest.param(name, marks=() if name in UNLIKE else pytest.mark.slow) for name in names]
 
 
 def num_ranks(topology: str) -> int:

@@ -36,5 +36,6 @@ def test_importing_groups_does_not_import_torch() -> None:
 
 
 @pytest.mark.spawn
+@pytest.mark.slow
 def test_two_processes_reduce(tmp_path: Path) -> None:
     assert [said.strip() for said in run_rank_processes(CHILD, 2, tmp_path)] == ["3 2", "3 2"]
