@@ -11,12 +11,17 @@ from pathlib import Path
 
 from ..models.families import load_config
 from ..models.footprint import model_footprint
+from ..moe.routing import RoutingConfig
 from ..moe.wide_ep.balancing import Planner
 from ..moe.wide_ep.balancing.load_steps import LEAST_TOKENS
 from ..quant import parse_format, weight_scheme
-from ..topologies.cost import Ceilings, ExpertSize, expert_layer_seconds
+from ..topologies import parse_topology
+from ..topologies.cost import Ceilings
+from ..topologies.exchange_choice import exchanges_to_join
+from ..topologies.layer_cost import ExpertSize, LayerCost, TokenRows
 from ..topologies.machine import rank_ceilings
 from .config import EngineConfig
+from .kernels import exchange_rule
 from .messages import Ready
 from .placements import expert_placement
 from .processes.workers import Workers
@@ -38,22 +43,35 @@ def live_balancer(config: EngineConfig, ready: Ready, workers: Workers) -> Balan
         row_bytes=footprint.hidden_size * footprint.activation_itemsize,
         flops=6.0 * model.hidden_size * model.moe.expert_width,
     )
-    layer_time = expert_layer_seconds(
+    cost = LayerCost(
         size,
         _ceilings(config, ready),
         placement.slot_ranges,
         placement.rank_domain.tolist(),
         experts=ready.links.experts if ready.links is not None else None,
+        token=crossing_tokens(config, model.moe.routing),
     )
     balancer = Balancer(
         workers,
-        Planner(start=placement, layer_time=layer_time),
+        Planner(start=placement, model=cost),
         top_k=model.moe.routing.top_k,
         expert_bytes=footprint.expert_bytes,
         least_tokens=int(os.environ.get(WINDOW_VARIABLE, LEAST_TOKENS)),
     )
     workers.balancer = balancer
     return balancer
+
+
+def crossing_tokens(config: EngineConfig, routing: RoutingConfig) -> TokenRows:
+    """Return which rows are of one token, and whether the exchange has one copy for all of them cross to a domain."""
+    # Which exchange joins domains does not depend on kernels.
+    rule = exchange_rule(config, parse_topology(config.parallel.topology), has_native=True)
+    return TokenRows(
+        top_k=routing.top_k,
+        together="hierarchical" in exchanges_to_join(rule.grid, rule.facts),
+        num_groups=routing.num_groups,
+        top_groups=routing.top_groups,
+    )
 
 
 def _ceilings(config: EngineConfig, ready: Ready) -> Ceilings:

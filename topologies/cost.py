@@ -1,14 +1,13 @@
 """How long a decode step takes on a topology, as a small pure model: bytes over ceilings, FLOPs over rates, links.
 
-Not a measurement, not a placement and not a budget (budget.py): it ranks layouts of one model on one machine, and its
-errors are much the same for all of them. Of a whole step experts are taken as hit evenly, of one layer as their slots
-are loaded; exchanges as not overlapped.
+Not a measurement, not a placement, not one layer under a load (layer_cost.py) and not a budget (budget.py): it ranks
+layouts of one model on one machine, and its errors are much the same for all of them. Experts are taken as hit evenly,
+exchanges as not overlapped.
 Units: seconds, bytes, bytes/s, FLOP/s; x ranks a group, y replicas, E experts, K a token, D width, b rows a rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,21 +142,6 @@ def step_cost(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertSize:
-    """What a row costs at an expert, and an expert where it stands.
-
-    Attributes:
-        expert_bytes: weights of one expert of one layer.
-        row_bytes: of a row on a link, one way.
-        flops: of a row at an expert.
-    """
-
-    expert_bytes: int
-    row_bytes: int
-    flops: float
-
-
 Amounts = float | np.ndarray  # of one product, or of each of many
 
 
@@ -189,46 +173,6 @@ def product_seconds(num_bytes: Amounts, flops: Amounts, ceilings: Ceilings, expe
     if experts is not None:
         return experts.seconds(num_bytes, flops)
     return np.maximum(num_bytes / ceilings.memory_bandwidth, flops / ceilings.flops)
-
-
-def expert_layer_seconds(
-    size: ExpertSize,
-    ceilings: Ceilings,
-    slot_ranges: Sequence[tuple[int, int]],
-    domains: Sequence[int],
-    experts: ExpertSpeed | None = None,
-) -> Callable[[np.ndarray], float]:
-    """Return how long the experts of one layer and their exchanges take, as a function of the rows of slots.
-
-    A layer takes as long as its slowest rank: what binds of the weights of slots that are hit (rows come at random, so
-    a slot that expects r of them is hit with 1 - exp(-r)) and of the arithmetic of its rows, and the rows on its link.
-
-    Args:
-        size: of an expert.
-        ceilings: of each rank.
-        slot_ranges: (start, stop) of each rank.
-        domains: the domain of each rank.
-        experts: how fast they really run; None: as the ceilings say.
-
-    Returns:
-        a function of expected rows in one step [P], in seconds.
-    """
-    num_ranks, num_slots = len(slot_ranges), slot_ranges[-1][1]
-    owner = np.repeat(np.arange(num_ranks), [stop - start for start, stop in slot_ranges])
-    inside = np.bincount(np.asarray(domains, np.int64), minlength=num_ranks)[np.asarray(domains, np.int64)]  # [W]
-    far, near = 1.0 - inside / num_ranks, (inside - 1) / num_ranks  # parts of rows that come from there
-    link = (near / ceilings.within.bandwidth + far / ceilings.between.bandwidth) * EXCHANGES_A_LAYER * size.row_bytes
-    latency = ceilings.between.latency if (far > 0).any() else ceilings.within.latency
-    waiting = EXCHANGES_A_LAYER * latency if num_ranks > 1 else 0.0
-
-    def seconds(rows: np.ndarray) -> float:
-        assert rows.shape == (num_slots,), (rows.shape, num_slots)
-        hit = np.bincount(owner, -np.expm1(-rows), num_ranks)
-        of_rank = np.bincount(owner, rows, num_ranks)
-        products = product_seconds(hit * size.expert_bytes, of_rank * size.flops, ceilings, experts)
-        return float((products + of_rank * link).max()) + waiting
-
-    return seconds
 
 
 def expected_hit(share: float, rows: float) -> float:

@@ -175,10 +175,12 @@ class Balancer:
         decode = np.concatenate([rank.expert_decode_tokens for rank in ranks], axis=1)
         every = np.concatenate([rank.expert_tokens for rank in ranks], axis=1)
         by_phase = dict(zip(PHASES, ranks[0].steps.tolist(), strict=True))
+        tokens = dict(zip(PHASES, np.stack([rank.tokens for rank in ranks], axis=1), strict=True))  # [W] each
         self._clocked.observe(phase_times(ranks), moved=self._counted_placement > 0)
         window = self._collector.observe(
             {"decode": decode, "prefill": every - decode},
             {"decode": by_phase["decode"], "prefill": by_phase["prefill"] + by_phase["mixed"]},
+            {"decode": tokens["decode"], "prefill": tokens["prefill"] + tokens["mixed"]},
         )
         if window is None:
             return
@@ -242,7 +244,7 @@ class Balancer:
         self._collector.place(decision.placement)
         self._rounds += 1
         self._moves += len(decision.moves)
-        self._taken_back += bool(decision.takes_back)
+        self._taken_back += decision.takes_back
         log.info(
             "placement %d: %d experts moved in %.2f s%s", current.placement, len(decision.moves), current.seconds,
             ", back to where they were" if decision.takes_back

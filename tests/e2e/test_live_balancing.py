@@ -6,7 +6,6 @@ from functools import cache, partial
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
 
 from moewe.runtime import live_balance
@@ -18,6 +17,7 @@ from moewe.runtime.replicas import ReplicaSet
 from moewe.runtime.session import Session
 from tests.support.fixtures import checkpoint, random_prompt
 from tests.support.harness import greedy
+from tests.support.layer_models import Bold
 from tests.support.native import needs_native
 from tests.support.server_process import NAME, ServerProcess
 from tests.support.steered import steered
@@ -66,13 +66,12 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(balancer, "COUNT_EVERY_S", 0.0)
     monkeypatch.setattr(balancer, "DECIDE_SHARE", 1.0)
 
-    def fullest_rank(
+    def bold(
         size: object, ceilings: object, slot_ranges: tuple[tuple[int, int], ...], domains: object, **_: object
-    ):
-        starts = [start for start, _ in slot_ranges]
-        return lambda rows: float(np.add.reduceat(rows, starts).max())
+    ) -> Bold:
+        return Bold(slot_ranges)
 
-    monkeypatch.setattr(live_balance, "expert_layer_seconds", fullest_rank)
+    monkeypatch.setattr(live_balance, "LayerCost", bold)
 
 
 RANKS = ["threads", pytest.param("processes", marks=[pytest.mark.spawn, pytest.mark.timeout(300)])]

@@ -12,6 +12,7 @@ from moewe.runtime.rebalancing import balancer
 from tests.support.comparison import compare_runs
 from tests.support.fixtures import checkpoint, random_prompt
 from tests.support.harness import Group, Outcome, generate, greedy
+from tests.support.layer_models import Bold
 from tests.support.moves import random_decision
 from tests.support.native import needs_native
 from tests.support.setups import Setup
@@ -159,12 +160,9 @@ def test_traffic_itself_moves_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(balancer, "COUNT_EVERY_S", 0.0)
     monkeypatch.setattr(balancer, "DECIDE_SHARE", 1e9)
 
-    def fullest_rank(rows: np.ndarray) -> float:
-        return float(max(np.add.reduceat(rows, [0, len(rows) // 2])))
-
     prompts = [random_prompt(40, seed=i % 3) for i in range(20)]
     setup = replace(BITWISE, topology="EP2DP1", num_blocks=256)
-    with Group(path, setup, layer_time=fullest_rank, least_tokens=64) as group:
+    with Group(path, setup, layer_model=Bold(((0, 4), (4, 8))), least_tokens=64) as group:
         for i, prompt in enumerate(prompts):
             group.submit(str(i), prompt, greedy(8))
         while group.step():

@@ -41,3 +41,15 @@ def test_replicas_count_for_their_expert_and_moves_do_not_mix() -> None:
     expected = np.bincount(before.physical_to_logical[0], minlength=4)
     expected[slots[0, 0]] += 6
     assert window[0].load.tolist() == [expected.tolist()]
+
+
+def test_a_window_knows_which_ranks_its_tokens_came_from() -> None:
+    collector = LoadCollector(linear_placement(1, 4, 2), top_k=1, least_tokens=4)
+    counts, steps = {"decode": np.array([[2, 2, 0, 0]])}, {"decode": 1}
+    window = collector.observe(counts, steps, {"decode": np.array([3, 1])})
+    assert window is not None and window[0].origin is not None and window[0].origin.tolist() == [0.75, 0.25]
+    counts, steps = {"decode": np.array([[6, 2, 0, 0]])}, {"decode": 2}
+    window = collector.observe(counts, steps, {"decode": np.array([3, 5])})
+    assert window is not None and window[0].origin is not None and window[0].origin.tolist() == [0.0, 1.0]
+    window = collector.observe({"decode": np.array([[6, 6, 0, 0]])}, {"decode": 3})
+    assert window is not None and window[0].origin is None, "nobody said"

@@ -17,8 +17,16 @@ from moewe.runtime.plan import RankPlan, StepHeader, StepPlan, unpack
 from moewe.runtime.rebalancing.balancer import COUNT_EVERY_S, RETRY_S, Balancer
 from moewe.telemetry import RankCounters
 from tests.support.harness import Inline
+from tests.support.layer_models import Bold
 
 START = first_placement(2, 6, num_redundant=2, domains=(0, 0))  # slots 0-3 on rank 0, 4-7 on rank 1
+
+
+class FullestSlot(Bold):
+    """A layer takes a second for each row of its fullest slot."""
+
+    def seconds(self, rows: np.ndarray, slots: np.ndarray) -> float:
+        return float(np.bincount(slots.ravel(), rows.ravel()).max())
 
 
 class Ranks:
@@ -52,7 +60,7 @@ class Stage:
     def __init__(self, least_tokens: int = 10**9, decider: Executor | None = None) -> None:
         self.now, self.step = 100.0, 0
         self.ranks, self.decider = Ranks(), decider or Later()
-        planner = Planner(start=START, layer_time=lambda rows: float(rows.max()))
+        planner = Planner(start=START, model=FullestSlot(START.slot_ranges))
         self.balancer = Balancer(
             self.ranks, planner, top_k=1, expert_bytes=100, least_tokens=least_tokens, decider=self.decider,
             clock=lambda: self.now,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from moewe.models.families import load_config
-from moewe.moe.wide_ep.balancing import Decision, LayerTime, Planner, logical_load
+from moewe.moe.wide_ep.balancing import Decision, LayerModel, Planner, logical_load
 from moewe.moe.wide_ep.balancing.load_steps import LEAST_TOKENS
 from moewe.moe.wide_ep.exchanges import Exchange, LocalExchange, ThreadHub, join_all_over_links
 from moewe.runtime.attention_ranks import GroupHub
@@ -32,6 +32,7 @@ from moewe.runtime.worker_main import group_shape
 from moewe.telemetry import ProgressBoard
 from moewe.topologies import parse_topology
 from moewe.topologies.exchange_choice import exchanges_to_join
+from tests.support.layer_models import Idle
 from tests.support.rank_threads import GroupMemory, RankThread, results_of
 from tests.support.setups import Setup
 
@@ -43,11 +44,6 @@ class Inline(Executor):
         future: Future[Any] = Future()
         future.set_result(fn(*args, **kwargs))
         return future
-
-
-def never_pays(rows: np.ndarray) -> float:
-    """A layer that takes no time, so that nothing moves unless a test moves it."""
-    return 0.0
 
 
 @dataclass(kw_only=True)
@@ -95,7 +91,7 @@ class Group:
     """
 
     def __init__(
-        self, checkpoint: Path, setup: Setup, *, layer_time: LayerTime | None = None, least_tokens: int = LEAST_TOKENS
+        self, checkpoint: Path, setup: Setup, *, layer_model: LayerModel | None = None, least_tokens: int = LEAST_TOKENS
     ) -> None:
         self.setup = setup
         topology = parse_topology(setup.topology)
@@ -146,7 +142,7 @@ class Group:
         self._expert_rows = np.zeros((self.num_ranks, len(self.model.moe_layers)), np.int64)
         self.balancer: Balancer | None = None
         if setup.eplb == "auto":
-            planner = Planner(start=placement, layer_time=layer_time or never_pays)
+            planner = Planner(start=placement, model=layer_model or Idle(placement.slot_ranges))
             self.balancer = Balancer(
                 self, planner, top_k=self.top_k, expert_bytes=1, least_tokens=least_tokens, decider=Inline()
             )

@@ -6,13 +6,14 @@ from .ledger import Ledger, Planner, simulate
 from .load_file import ExpertLoad, read_load, write_load
 from .load_steps import LoadCollector, LoadSteps, PhaseLoad, total_steps
 from .load_window import SlotWindow, logical_load, rank_imbalance
-from .policy import Decision, LayerTime, Move, PolicyOptions, choose_moves
+from .policy import Decision, Move, PolicyOptions, choose_moves
+from .way_back import LayerModel
 
 __all__ = [
     "ClockedGain",
     "Decision",
     "ExpertLoad",
-    "LayerTime",
+    "LayerModel",
     "Ledger",
     "LoadCollector",
     "LoadSteps",

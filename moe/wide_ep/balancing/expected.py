@@ -29,9 +29,22 @@ def expected_slot_rows(placement: ExpertPlacement, load: np.ndarray) -> np.ndarr
     """Return the rows of each slot: [L, P] f64 of a load [L, E]."""
     rows = np.empty((placement.num_layers, placement.num_slots))
     for layer, slots in enumerate(placement.slot_of):  # [W, E]
-        part = np.broadcast_to(load[layer] / placement.num_ranks, slots.shape)
+        part = rows_by_origin(load[layer], placement.num_ranks)
         rows[layer] = np.bincount(slots.ravel(), part.ravel(), placement.num_slots)
     return rows
+
+
+def rows_by_origin(load: np.ndarray, num_ranks: int, origin: np.ndarray | None = None) -> np.ndarray:
+    """Return the rows that each rank brings for each expert: [W, E] f64 of a load [E]; not to be written to.
+
+    Args:
+        load: [E].
+        num_ranks: W.
+        origin: [W], the part of all tokens that each rank brings; None: as many as any other.
+    """
+    if origin is not None:
+        return np.outer(origin, load)
+    return np.broadcast_to(load / num_ranks, (num_ranks, len(load)))
 
 
 def expected_imbalance(placement: ExpertPlacement, load: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What moves have cost and brought so far, by the model of step time, and what to do about it; pure, no clock.
+"""What moves have cost and brought so far, by the model of step time, and what they may still cost; pure, no clock.
 
 Not one decision by itself (policy.py) and not the transfer (runtime/rebalancing/): seconds are those of a model,
 transfers come as they were measured or assumed. L MoE layers, E experts.
@@ -13,16 +13,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..placement.record import ExpertPlacement
-from .expected import expected_slot_rows
+from .expected import rows_by_origin
 from .load_steps import LoadSteps, total_steps
-from .policy import Decision, LayerTime, Move, PolicyOptions, choose_moves
+from .policy import Decision, Move, PolicyOptions, choose_moves
+from .way_back import CHOICES_PER_RANK, Exposure, LayerModel, Stand, WayBack
 
 # Windows that have to agree before anything moves.
 WINDOWS = 3
-# Part of all time so far that transfers may take before they have brought anything, and that moves may lose.
-SPEND = 0.005
-# Decisions that can be taken back.
-_MOST_REMEMBERED = 64
+# Part of all time so far that moves may lose, transfers included. The rest of the 2 % that `auto` may be slower is for
+# what the model does not know.
+SPEND = 0.015
+# No window is taken to be longer than the longest of so many, and no round to take more windows than the last few did.
+_LONGEST_OF, _ROUNDS = 256, 8
 
 
 @dataclass(kw_only=True)
@@ -61,23 +63,17 @@ class Ledger:
         return self.allowed_s + self.realised_s - self.spent_s
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Before:
-    """What stood before a decision, in the layers that it changed, and what it promised."""
-
-    layers: tuple[int, ...]
-    slots: np.ndarray
-    load: np.ndarray
-    saved_s: float
-
-
 @dataclass(kw_only=True)
 class Planner:
     """Windows go in, decisions come out; whoever carries one out says so.
 
+    Nothing moves unless what it may lose until it is back (way_back.py) is covered by what may be lost and what moves
+    have won; where that is no longer so, it goes back. So moves never lose more than `allowed_s`, whatever load comes,
+    as long as windows are no longer than those before and going back takes no longer than rounds took.
+
     Args:
         start: what stands before any move.
-        layer_time: of one layer.
+        model: of one layer.
 
     Attributes:
         placement: what stands now.
@@ -85,100 +81,125 @@ class Planner:
     """
 
     start: ExpertPlacement
-    layer_time: LayerTime
+    model: LayerModel
     placement: ExpertPlacement = field(init=False)
     ledger: Ledger = field(default_factory=Ledger, init=False)
     _windows: deque[LoadSteps] = field(default_factory=lambda: deque(maxlen=WINDOWS), init=False)
-    _before: deque[_Before] = field(default_factory=lambda: deque(maxlen=_MOST_REMEMBERED), init=False)
+    _sizes: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_LONGEST_OF), init=False)
+    _stands: dict[int, Stand] = field(default_factory=dict, init=False)
+    # Of a step, by what is in force in a layer; layers of one decision are taken to have promised equally much.
+    _promised_s: dict[int, float] = field(default_factory=dict, init=False)
     _turn: int = field(default=0, init=False)
-    _patience: int = field(default=WINDOWS, init=False)  # windows to wait after the next decision that is taken back
-    _promised_s: float = field(default=0.0, init=False)  # of a step, by decisions in force
+    _patience: int = field(default=WINDOWS, init=False)  # windows to wait after the next decision that goes back
     _quiet: int = field(default=0, init=False)  # windows still to wait
+    _since: int = field(default=0, init=False)  # windows since the last decision
+    _delays: deque[int] = field(default_factory=lambda: deque([0], maxlen=_ROUNDS), init=False)
 
     def __post_init__(self) -> None:
         self.placement = self.start
+        self._back = WayBack(self.start, self.model)
 
     def add(self, window: LoadSteps, busy_s: float = 0.0) -> None:
         """Book a window that ran under what stands now, in steps that took `busy_s`."""
-        off_s = window_seconds(self.start, window, self.layer_time)
-        now_s = off_s if self.placement is self.start else window_seconds(self.placement, window, self.layer_time)
+        off_s = window_seconds(self.start, window, self.model)
+        now_s = off_s if self.placement is self.start else window_seconds(self.placement, window, self.model)
         ledger = self.ledger
         ledger.off_s, ledger.now_s, ledger.last_s = ledger.off_s + off_s, ledger.now_s + now_s, off_s - now_s
         ledger.busy_s += busy_s
-        ledger.predicted_s += self._promised_s * total_steps(window)
+        ledger.predicted_s += sum(self._promised_s.values()) * total_steps(window)
         self._windows.append(window)
-        self._quiet = max(0, self._quiet - 1)
+        self._sizes.append((sum(float(phase.load[:1].sum()) for phase in window), total_steps(window)))
+        self._quiet, self._since = max(0, self._quiet - 1), self._since + 1
         if ledger.last_s > 0 and ledger.realised_s > 0:
             self._patience = WINDOWS
 
     def decide(self, options: PolicyOptions) -> Decision | None:
         """Return what to move now, if anything; nothing changes but whose turn it is to be looked at.
 
-        Where moves have lost half of what they may, and still lose, the last decisions are taken back, as many as
-        bring no more moves than one decision may; each time that happens it takes twice as long until the next move,
-        until moves have won something.
+        Where what stands is not covered, a round of it goes back; each time that everything is back it takes twice as
+        long until the next move, until moves have won something.
         """
         if len(self._windows) < WINDOWS:
             return None
-        ledger = self.ledger
-        if self._before and ledger.last_s < 0 and ledger.budget_s < ledger.allowed_s / 2:
-            return self._back(options)
-        if ledger.budget_s <= 0 or self._quiet:
+        exposure = self._exposure(options)
+        budget_s = self.ledger.budget_s
+        decision: Decision | None = None
+        if self._stands and self._back.most_lost(self._stands, exposure) > budget_s:
+            decision = self._go_back(exposure)
+        elif budget_s > 0 and not self._quiet:
+            decision = choose_moves(
+                self.placement,
+                list(self._windows),
+                model=self.model,
+                options=options,
+                budget_s=budget_s,
+                reserve=lambda stands: self._back.most_lost({**self._stands, **stands}, exposure),
+                turn=self._turn,
+            )
+            self._turn = 0 if decision.moves else self._turn + 1
+        if decision is None or not decision.moves:
             return None
-        decision = choose_moves(
-            self.placement,
-            list(self._windows),
-            layer_time=self.layer_time,
-            options=options,
-            budget_s=ledger.budget_s,
-            turn=self._turn,
-        )
-        self._turn = 0 if decision.moves else self._turn + 1
-        return decision if decision.moves else None
+        self._since = 0
+        return decision
 
     def carry_out(self, decision: Decision, seconds: float) -> None:
         """Book that `decision` is in force, after transfers of `seconds`."""
-        if decision.takes_back:
-            for _ in range(decision.takes_back):
-                self._promised_s -= self._before.pop().saved_s
+        after, layers = decision.placement, sorted({move.layer for move in decision.moves})
+        for layer in layers:
+            slots = after.physical_to_logical[layer]
+            if (slots == self.start.physical_to_logical[layer]).all():
+                self._stands.pop(layer, None)
+                self._promised_s.pop(layer, None)
+                continue
+            load = np.zeros(after.num_experts) if after.load is None else after.load[layer]
+            self._stands[layer] = Stand(
+                slots=slots, chosen=after.slot_of[layer], load=load, is_returning=decision.takes_back
+            )
+            self._promised_s[layer] = self._promised_s.get(layer, 0.0) + decision.saved_s / len(layers)
+        if decision.takes_back and not self._stands:
             self._quiet, self._patience = self._patience, 2 * self._patience
-        else:
-            layers, now = tuple(sorted({move.layer for move in decision.moves})), self.placement
-            load = np.zeros((len(layers), now.num_experts)) if now.load is None else now.load[list(layers)]
-            slots = now.physical_to_logical[list(layers)]
-            self._before.append(_Before(layers=layers, slots=slots, load=load, saved_s=decision.saved_s))
-            self._promised_s += decision.saved_s
-        self.placement = decision.placement
+        self._delays.append(self._since)
+        self.placement = after
         self.ledger.spent_s += seconds
 
-    def _back(self, options: PolicyOptions) -> Decision:
-        now = self.placement
+    def _exposure(self, options: PolicyOptions) -> Exposure:
+        return Exposure(
+            rows=max(rows for rows, _ in self._sizes),
+            steps=max(steps for _, steps in self._sizes),
+            windows=1 + max(self._delays),
+            max_moves=options.max_moves,
+            transfer_s=options.transfer_s,
+        )
+
+    def _go_back(self, exposure: Exposure) -> Decision:
+        now, first = self.placement, self._back.rounds(self._stands, exposure)[0]
         slots, load = now.physical_to_logical.copy(), np.zeros((now.num_layers, now.num_experts))
-        layers: set[int] = set()
-        number = 0
-        for before in reversed(self._before):
-            earlier, own = slots.copy(), list(before.layers)
-            earlier[own] = before.slots
-            if number and (earlier != now.physical_to_logical).sum() > options.max_moves:
-                break
-            slots, load[own], number = earlier, before.load, number + 1
-            layers.update(own)
+        for stage in first:
+            slots[stage.layer] = stage.slots
+            if not stage.is_last:
+                load[stage.layer] = self._stands[stage.layer].load
+            elif self.start.load is not None:
+                load[stage.layer] = self.start.load[stage.layer]
         changed = np.argwhere(slots != now.physical_to_logical).tolist()
         return Decision(
             moves=tuple(Move(layer=layer, slot=slot, expert=int(slots[layer, slot])) for layer, slot in changed),
-            placement=now.with_layers(slots, load, sorted(layers)),
-            transfer_s=len(changed) * options.transfer_s,
+            placement=now.with_layers(
+                slots, load, sorted(stage.layer for stage in first), moves_per_rank=CHOICES_PER_RANK
+            ),
+            transfer_s=len(changed) * exposure.transfer_s,
             saved_s=0.0,
-            takes_back=number,
+            takes_back=True,
         )
 
 
-def window_seconds(placement: ExpertPlacement, window: LoadSteps, layer_time: LayerTime) -> float:
+def window_seconds(placement: ExpertPlacement, window: LoadSteps, model: LayerModel) -> float:
     """Return what all layers of all steps of a window take."""
     seconds = 0.0
     for phase in window:
-        rows = expected_slot_rows(placement, phase.load / phase.steps)
-        seconds += phase.steps * sum(map(layer_time, rows))
+        for load, slots in zip(phase.load, placement.slot_of, strict=True):
+            seconds += phase.steps * model.seconds(
+                rows_by_origin(load / phase.steps, placement.num_ranks, phase.origin), slots
+            )
     return seconds
 
 
@@ -198,10 +219,10 @@ class Simulated:
 
 
 def simulate(
-    placement: ExpertPlacement, windows: Sequence[LoadSteps], *, layer_time: LayerTime, options: PolicyOptions
+    placement: ExpertPlacement, windows: Sequence[LoadSteps], *, model: LayerModel, options: PolicyOptions
 ) -> Simulated:
     """Return what would become of recorded loads where each decision is carried out at once."""
-    planner = Planner(start=placement, layer_time=layer_time)
+    planner = Planner(start=placement, model=model)
     num_moves = 0
     for window in windows:
         planner.add(window)

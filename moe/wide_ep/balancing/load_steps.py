@@ -19,10 +19,17 @@ LEAST_TOKENS = 4096
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PhaseLoad:
-    """What experts got in steps of one phase: [L, E] rows over `steps` steps, at least one."""
+    """What experts got in steps of one phase.
+
+    Attributes:
+        load: [L, E] rows.
+        steps: over which, at least one.
+        origin: [W], the part of tokens that each rank brought; None: not known.
+    """
 
     load: np.ndarray
     steps: int
+    origin: np.ndarray | None = None
 
 
 # Phases in which something ran.
@@ -61,18 +68,25 @@ class LoadCollector:
         shape = (placement.num_layers, placement.num_slots)
         self._counted = {phase: np.zeros(shape, np.int64) for phase in PHASES}
         self._steps_counted = dict.fromkeys(PHASES, 0)
+        self._tokens_counted = {phase: np.zeros(placement.num_ranks, np.int64) for phase in PHASES}
         self._begin()
 
     def place(self, placement: ExpertPlacement) -> None:
         """From the last counts on, rows are those of `placement`."""
         self._placement = placement
 
-    def observe(self, counts: Mapping[str, np.ndarray], steps: Mapping[str, int]) -> LoadSteps | None:
+    def observe(
+        self,
+        counts: Mapping[str, np.ndarray],
+        steps: Mapping[str, int],
+        tokens: Mapping[str, np.ndarray] | None = None,
+    ) -> LoadSteps | None:
         """Take newer counts of all slots, of one and the same step.
 
         Args:
             counts: by phase, [L, P] i64 since the start; a phase that is left out got nothing.
             steps: by phase, since the start.
+            tokens: by phase, [W] that each rank brought since the start; None, or a phase left out: not known.
 
         Returns:
             The window that they complete, if one is.
@@ -83,12 +97,17 @@ class LoadCollector:
             new = count - self._counted[phase]
             self._load[phase] += logical_load(new, self._placement.physical_to_logical, self._placement.num_experts)
             self._steps[phase] += steps.get(phase, self._steps_counted[phase]) - self._steps_counted[phase]
+            brought = (tokens or {}).get(phase, self._tokens_counted[phase])
+            self._tokens[phase] += brought - self._tokens_counted[phase]
             self._counted[phase] = np.array(count, np.int64)
             self._steps_counted[phase] = steps.get(phase, self._steps_counted[phase])
+            self._tokens_counted[phase] = np.array(brought, np.int64)
         if sum(int(load[0].sum()) for load in self._load.values()) < self._least_rows:
             return None
         window = tuple(
-            PhaseLoad(load=self._load[phase], steps=self._steps[phase]) for phase in PHASES if self._steps[phase] > 0
+            PhaseLoad(load=self._load[phase], steps=self._steps[phase], origin=_parts(self._tokens[phase]))
+            for phase in PHASES
+            if self._steps[phase] > 0
         )
         self._begin()
         return window
@@ -97,3 +116,10 @@ class LoadCollector:
         shape = (self._placement.num_layers, self._placement.num_experts)
         self._load = {phase: np.zeros(shape, np.int64) for phase in PHASES}
         self._steps = dict.fromkeys(PHASES, 0)
+        self._tokens = {phase: np.zeros(self._placement.num_ranks, np.int64) for phase in PHASES}
+
+
+def _parts(tokens: np.ndarray) -> np.ndarray | None:
+    """Return each one's part of all; None where there are none."""
+    total = int(tokens.sum())
+    return tokens / total if total else None

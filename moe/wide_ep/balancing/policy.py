@@ -1,26 +1,26 @@
 """Which experts to move, and whether to: a move has to save more step time than its transfer costs. Pure.
 
 Not the transfer (runtime/rebalancing/) and not a placement from nothing (placement/balanced.py): it changes what
-stands, slot by slot. Units: seconds; loads in rows of experts over the steps of a window (load_steps.py).
+stands, slot by slot, and what a change is worth the model of a layer's time says, which knows links and domains.
+Units: seconds; loads in rows of experts over the steps of a window (load_steps.py).
 L MoE layers, E experts, P slots, W ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..placement.quotas import choose_replicas
 from ..placement.record import ExpertPlacement
-from .expected import expected_rows
+from .candidates import Change, LayerSlots, into_domains, off_fullest
+from .expected import expected_rows, rows_by_origin
 from .load_steps import LoadSteps, total_load, total_steps
+from .way_back import CHOICES_PER_RANK, LayerModel, Stand, chosen_slots
 
-# Seconds of one MoE layer in one step, of the expected rows of each slot [P] (`topologies.cost` makes one).
-LayerTime = Callable[[np.ndarray], float]
-# Candidates that are looked at closely; the others lost in an estimate.
-_LOOKED_AT = 4
+# Seconds that have to be in reserve where some layers would stand so.
+Reserve = Callable[[Mapping[int, Stand]], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,8 @@ class PolicyOptions:
         transfer_s: to bring an expert of a layer to a slot.
         horizon_steps: for how many steps what was saved counts.
         hysteresis: by how much of the transfer what is saved has to be more than it.
-        noise: a rank's surplus has to exceed this many standard deviations of what chance alone makes of even loads.
+        noise: a rank's surplus, or what a domain would no longer send out, has to exceed this many standard deviations
+            of what chance alone makes of even loads.
         max_moves: transfers of one decision.
         max_layers: layers of one decision; looking at one takes time.
     """
@@ -62,21 +63,21 @@ class Decision:
         placement: what stands afterwards.
         transfer_s: what the moves cost.
         saved_s: predicted, of a step.
-        takes_back: so many decisions before it are undone, which did harm.
+        takes_back: layers stand again as at the start, or are on their way there.
     """
 
     moves: tuple[Move, ...]
     placement: ExpertPlacement
     transfer_s: float
     saved_s: float
-    takes_back: int = 0
+    takes_back: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Action:
     """Moves of one layer that belong together, and what they make of its slots."""
 
-    slots: np.ndarray
+    stand: Stand
     moves: tuple[Move, ...]
     transfer_s: float
     saved_s: float
@@ -86,50 +87,75 @@ def choose_moves(
     placement: ExpertPlacement,
     windows: Sequence[LoadSteps],
     *,
-    layer_time: LayerTime,
+    model: LayerModel,
     options: PolicyOptions,
     budget_s: float = np.inf,
+    reserve: Reserve = lambda stands: 0.0,
     turn: int = 0,
 ) -> Decision:
-    """Return the moves that pay, fullest layer first; none where nothing does.
+    """Return the moves that pay; none where nothing does. Layers are looked at that have most to win, first of all.
 
     What a move saves is the least of what it would have saved in each window: load that does not stay moves nothing.
 
     Args:
         placement: what stands.
         windows: oldest first, at least two; the moves are found by the newest.
-        layer_time: of one layer.
+        model: of one layer.
         options: when a move pays.
-        budget_s: what transfers may cost together.
+        budget_s: what transfers and what is in reserve may come to together.
+        reserve: what has to be in reserve where the layers that are changed stand so.
         turn: decisions in a row that found nothing: each looks at other layers.
     """
     if len(windows) < 2 or any(total_steps(window) < 1 for window in windows):
         raise ValueError(f"at least 2 windows of at least 1 step are needed, got {len(windows)}")
     newest = total_load(windows[-1])
-    rows = expected_rows(placement, newest)  # [L, W]
-    surplus = rows.max(1) - rows.mean(1)
-    uneven = np.flatnonzero(surplus > options.noise * np.sqrt(rows.mean(1)))
-    uneven = uneven[np.argsort(-surplus[uneven], kind="stable")]
-    if uneven.size > options.max_layers:
-        uneven = np.roll(uneven, -turn * options.max_layers)[: options.max_layers]
+    worth = _worth(placement, newest, options.noise)
+    promising = np.flatnonzero(worth)
+    promising = promising[np.argsort(-worth[promising], kind="stable")]
+    if promising.size > options.max_layers:
+        promising = np.roll(promising, -turn * options.max_layers)[: options.max_layers]
     slots = placement.physical_to_logical.copy()
+    stands: dict[int, Stand] = {}
     moves: list[Move] = []
     transfer_s = saved_s = 0.0
-    for number in uneven.tolist():
-        layer = _Layer(placement, number, windows, layer_time, options)
+    for number in promising.tolist():
+        layer = _Layer(placement, number, windows, model, options)
         while len(moves) < options.max_moves:
-            action = layer.best(slots[number], most=options.max_moves - len(moves))
-            if action is None or transfer_s + action.transfer_s > budget_s:
+            for action in layer.paying(slots[number], most=options.max_moves - len(moves)):
+                after_s = transfer_s + action.transfer_s
+                if after_s <= budget_s and after_s + reserve({**stands, number: action.stand}) <= budget_s:
+                    break
+            else:
                 break
-            slots[number] = action.slots
+            stands[number], slots[number] = action.stand, action.stand.slots
             moves += action.moves
-            transfer_s, saved_s = transfer_s + action.transfer_s, saved_s + action.saved_s
+            transfer_s, saved_s = after_s, saved_s + action.saved_s
     last = {(move.layer, move.slot): move for move in moves}  # all come into force together
     moves = [move for move in last.values() if placement.physical_to_logical[move.layer, move.slot] != move.expert]
     if not moves:
         return Decision(moves=(), placement=placement, transfer_s=0.0, saved_s=0.0)
-    after = placement.with_layers(slots, newest, sorted({move.layer for move in moves}))
+    layers = sorted({move.layer for move in moves})
+    after = placement.with_layers(slots, newest, layers, moves_per_rank=CHOICES_PER_RANK)
     return Decision(moves=tuple(moves), placement=after, transfer_s=len(moves) * options.transfer_s, saved_s=saved_s)
+
+
+def _worth(placement: ExpertPlacement, load: np.ndarray, noise: float) -> np.ndarray:
+    """Return what there may be to win in each layer, in rows [L]: 0 where chance explains what is uneven."""
+    rows = expected_rows(placement, load)  # [L, W]
+    surplus = rows.max(1) - rows.mean(1)
+    worth: np.ndarray = np.where(surplus > noise * np.sqrt(rows.mean(1)), surplus, 0.0)
+    if np.ptp(placement.rank_domain):
+        for layer, experts in enumerate(placement.physical_to_logical):
+            found = into_domains(_slots_of(placement, experts), load[layer], noise=noise)
+            worth[layer] += found[0][0] if found else 0.0
+    return worth
+
+
+def _slots_of(placement: ExpertPlacement, experts: np.ndarray) -> LayerSlots:
+    """Return `placement` with `experts` [P] in the slots of a layer."""
+    return LayerSlots(
+        experts=experts, rank=placement.slot_rank, domain=placement.rank_domain, num_experts=placement.num_experts
+    )
 
 
 class _Layer:
@@ -140,92 +166,62 @@ class _Layer:
         placement: ExpertPlacement,
         number: int,
         windows: Sequence[LoadSteps],
-        layer_time: LayerTime,
+        model: LayerModel,
         options: PolicyOptions,
     ) -> None:
-        self.number, self._time, self._options = number, layer_time, options
-        # Of each window its phases: rows of experts [E] in one step, and steps.
+        self.number, self._model, self._options = number, model, options
+        self._placement, self._newest = placement, total_load(windows[-1])[number]
+        self._spans_domains = bool(np.ptp(placement.rank_domain))
+        # Of each window its phases: rows of experts in one step by their origin [W, E], and steps.
         self._windows = [
-            [(phase.load[number] / phase.steps, phase.steps) for phase in window if phase.steps] for window in windows
+            [
+                (rows_by_origin(phase.load[number] / phase.steps, placement.num_ranks, phase.origin), phase.steps)
+                for phase in window
+                if phase.steps
+            ]
+            for window in windows
         ]
-        self._newest = total_load(windows[-1])[number]
-        self._num_experts, self._rank, self._domain = placement.num_experts, placement.slot_rank, placement.rank_domain
-        self._num_ranks = placement.num_ranks
 
-    def best(self, slots: np.ndarray, *, most: int) -> _Action | None:
-        """Return the change that saves most for what it costs, of at most `most` moves, if one pays."""
+    def paying(self, slots: np.ndarray, *, most: int) -> list[_Action]:
+        """Return the changes of at most `most` moves that pay, what saves most for what it costs first."""
         chosen = self._chosen(slots)
-        by_slot = self._slot_rows(chosen, self._newest)
-        rows = np.bincount(self._rank, by_slot, self._num_ranks)
-        if rows.max() - rows.mean() <= self._options.noise * np.sqrt(rows.mean()):
-            return None
-        before = self._step_seconds(chosen)
+        before: np.ndarray | None = None
         found = []
-        for changed, moves in self._candidates(slots, by_slot, rows, most):
-            saved = float((before - self._step_seconds(self._chosen(changed))).min())
-            cost = len(moves) * self._options.transfer_s
-            if saved * self._options.horizon_steps > cost * (1 + self._options.hysteresis):
-                net = saved * self._options.horizon_steps - cost
-                found.append((net, _Action(slots=changed, moves=moves, transfer_s=cost, saved_s=saved)))
-        return max(found, key=lambda pair: pair[0])[1] if found else None
-
-    def _candidates(
-        self, slots: np.ndarray, by_slot: np.ndarray, rows: np.ndarray, most: int
-    ) -> list[tuple[np.ndarray, tuple[Move, ...]]]:
-        """Return changes that take rows off the fullest rank: two slots swapped, or a spare replica replaced."""
-        full = int(rows.argmax())
-        own, other = np.flatnonzero(self._rank == full), np.flatnonzero(self._rank != full)
-        count = np.bincount(slots, minlength=self._num_experts)
-        held = np.zeros((self._num_ranks, self._num_experts), bool)
-        held[self._rank, slots] = True
-        target = rows[self._rank[other]]
-        # Swaps: [own, other], the fuller of the two ranks afterwards.
-        shift = by_slot[own][:, None] - by_slot[other][None]
-        worst = np.maximum(rows[full] - shift, target[None] + shift)
-        worst[held[self._rank[other]][:, slots[own]].T | held[full, slots[other]][None]] = np.inf
-        ways = [
-            (float(worst.flat[i]), *divmod(int(i), len(other)), 2)
-            for i in np.argsort(worst, None, "stable")[:_LOOKED_AT]
-        ]
-        # One more replica: an expert of the fullest rank, which others may use too, in place of a spare one.
-        share = by_slot[own] / (count[slots[own]] + 1)
-        worst = np.maximum(rows[full] - share[:, None], target[None] - by_slot[other][None] + share[:, None])
-        worst[held[self._rank[other]][:, slots[own]].T | (count[slots[other]] < 2)[None]] = np.inf
-        ways += [
-            (float(worst.flat[i]), *divmod(int(i), len(other)), 1)
-            for i in np.argsort(worst, None, "stable")[:_LOOKED_AT]
-        ]
-        made = []
-        for value, i, j, number in ways:
-            if not np.isfinite(value) or number > most:
+        for change in self._candidates(slots, chosen):
+            if len(change) > most:
                 continue
-            a, b, changed = int(own[i]), int(other[j]), slots.copy()
-            changed[b] = slots[a]
-            moves = [Move(layer=self.number, slot=b, expert=int(slots[a]))]
-            if number == 2:
-                changed[a] = slots[b]
-                moves.append(Move(layer=self.number, slot=a, expert=int(slots[b])))
-            made.append((changed, tuple(moves)))
-        return made
+            changed = slots.copy()
+            for slot, expert in change:
+                changed[slot] = expert
+            before = self._step_seconds(chosen) if before is None else before
+            stand = Stand(slots=changed, chosen=self._chosen(changed), load=self._newest)
+            saved = float((before - self._step_seconds(stand.chosen)).min())
+            cost = len(change) * self._options.transfer_s
+            if saved * self._options.horizon_steps > cost * (1 + self._options.hysteresis):
+                moves = tuple(Move(layer=self.number, slot=slot, expert=expert) for slot, expert in change)
+                net = saved * self._options.horizon_steps - cost
+                found.append((net, _Action(stand=stand, moves=moves, transfer_s=cost, saved_s=saved)))
+        return [action for _, action in sorted(found, key=lambda pair: -pair[0])]
+
+    def _candidates(self, slots: np.ndarray, chosen: np.ndarray) -> list[Change]:
+        """Return changes off the fullest rank, where not chance alone made it so, and into domains."""
+        at, noise = _slots_of(self._placement, slots), self._options.noise
+        by_slot = np.bincount(chosen.ravel(), rows_by_origin(self._newest, at.num_ranks).ravel(), len(slots))
+        rows = np.bincount(at.rank, by_slot, at.num_ranks)
+        found = off_fullest(at, by_slot) if rows.max() - rows.mean() > noise * np.sqrt(rows.mean()) else []
+        if self._spans_domains:
+            found += [change for _, change in into_domains(at, self._newest, noise=noise)]
+        return found
 
     def _chosen(self, slots: np.ndarray) -> np.ndarray:
         """Return the slot of each rank for each expert, [W, E]; replicas are shared out by the newest load."""
-        order = np.argsort(slots, kind="stable")
-        first = np.searchsorted(slots[order], slots[order])
-        where = np.full((self._num_experts, int(np.bincount(slots).max())), -1, np.int32)
-        where[slots[order], np.arange(len(slots)) - first] = order
-        return choose_replicas(where, self._rank, self._domain, self._newest)
-
-    def _slot_rows(self, chosen: np.ndarray, load: np.ndarray) -> np.ndarray:
-        """Return the rows of each slot [P] of a load [E]."""
-        part = np.broadcast_to(load / self._num_ranks, chosen.shape)
-        return np.bincount(chosen.ravel(), part.ravel(), len(self._rank))
+        return chosen_slots(self._placement, slots, self._newest)
 
     def _step_seconds(self, chosen: np.ndarray) -> np.ndarray:
         """Return the mean seconds of a step in each window."""
         return np.array(
             [
-                sum(steps * self._time(self._slot_rows(chosen, load)) for load, steps in window)
+                sum(steps * self._model.seconds(rows, chosen) for rows, steps in window)
                 / sum(steps for _, steps in window)
                 for window in self._windows
             ]

@@ -12,12 +12,17 @@ import numpy as np
 # rank of the domain are cheap, rows to another domain take a link that is an order of magnitude slower.
 _LEAVE_RANK_ABOVE = 1.02
 _LEAVE_DOMAIN_ABOVE = 1.15
-_MOVES_PER_RANK = 16
+MOVES_PER_RANK = 16
 _SAME_RANK, _SAME_DOMAIN, _OTHER_DOMAIN = 0, 1, 2
 
 
 def choose_replicas(
-    slots: np.ndarray, slot_rank: np.ndarray, rank_domain: np.ndarray, load: np.ndarray | None
+    slots: np.ndarray,
+    slot_rank: np.ndarray,
+    rank_domain: np.ndarray,
+    load: np.ndarray | None,
+    *,
+    moves_per_rank: int = MOVES_PER_RANK,
 ) -> np.ndarray:
     """Return the slot of each rank for each expert: [W, E] i32, -1 where nobody holds it.
 
@@ -31,6 +36,8 @@ def choose_replicas(
         slot_rank: [P], the rank of each slot.
         rank_domain: [W], the domain of each rank.
         load: [E], tokens that each expert gets; None: not known.
+        moves_per_rank: so many choices are moved off fullest ranks, times W, at most: the first few bring most of it,
+            and the fewer there are, the less can be lost where another load comes.
 
     Example:
         >>> choose_replicas(np.array([[0, 2], [1, -1]]), np.array([0, 0, 1]), np.array([0, 0]), None).tolist()
@@ -57,7 +64,7 @@ def choose_replicas(
         picks[j] = share_out(held_by, rank_domain, rank_load)
         np.add.at(rank_load, held_by[picks[j]], share[j])
     if is_known:
-        _even_out(picks, ranks, rank_domain, share, rank_load)
+        _even_out(picks, ranks, rank_domain, share, rank_load, moves_per_rank * num_ranks)
     choice[:, shared] = np.take_along_axis(slots[shared], picks, 1).T
     return choice
 
@@ -84,11 +91,11 @@ def share_out(held_by: np.ndarray, rank_domain: np.ndarray, rank_load: np.ndarra
 
 
 def _even_out(
-    picks: np.ndarray, ranks: np.ndarray, rank_domain: np.ndarray, share: np.ndarray, rank_load: np.ndarray
+    picks: np.ndarray, ranks: np.ndarray, rank_domain: np.ndarray, share: np.ndarray, rank_load: np.ndarray, most: int
 ) -> None:
     """Move choices in `picks` [J, W] off the fullest rank; `ranks` [J, R] hold the replicas, `share` [J] is a move."""
     mean = rank_load.mean()
-    for _ in range(_MOVES_PER_RANK * len(rank_load)):
+    for _ in range(most):
         full = int(rank_load.argmax())
         at = np.take_along_axis(ranks, picks, 1)  # [J, W]
         expert, source = np.nonzero(at == full)

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from .quotas import choose_replicas
+from .quotas import MOVES_PER_RANK, choose_replicas
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,13 +84,21 @@ class ExpertPlacement:
             tables[layer] = choose_replicas(slots, self.slot_rank, self.rank_domain, load)
         return tables
 
-    def with_layers(self, physical_to_logical: np.ndarray, load: np.ndarray, layers: Sequence[int]) -> ExpertPlacement:
+    def with_layers(
+        self,
+        physical_to_logical: np.ndarray,
+        load: np.ndarray,
+        layers: Sequence[int],
+        *,
+        moves_per_rank: int = MOVES_PER_RANK,
+    ) -> ExpertPlacement:
         """Return it with other experts in the slots of some layers, whose replicas are shared out by another load.
 
         Args:
             physical_to_logical: [L, P] i32; equal to what stands in layers that are not named.
             load: [L, E], read in `layers`.
             layers: which change; nothing is worked out again for the others.
+            moves_per_rank: as in `choose_replicas`.
         """
         known = np.zeros((self.num_layers, self.num_experts)) if self.load is None else self.load.astype(np.float64)
         known[layers] = load[layers]
@@ -100,7 +108,9 @@ class ExpertPlacement:
         tables = self.slot_of.copy()
         for layer in layers:
             slots = after.logical_to_physical[layer]
-            tables[layer] = choose_replicas(slots, self.slot_rank, self.rank_domain, known[layer])
+            tables[layer] = choose_replicas(
+                slots, self.slot_rank, self.rank_domain, known[layer], moves_per_rank=moves_per_rank
+            )
         after.__dict__["slot_of"] = tables  # where the cached property keeps it
         return after
 
