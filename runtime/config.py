@@ -66,6 +66,8 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
         overlap: what runs while rows travel over links: `auto`, or one of `topologies.overlap_choice.OVERLAPS`.
         eplb: what places experts: `off`, `static FILE` by the load in a file, or `auto` by the load that comes.
         eplb_load: that load, [MoE layers, experts] i64; resolving reads it, nobody sets it.
+        eplb_slots: the expert of each slot, [MoE layers, slots] i32, where the file says which experts fire together
+            and ranks are in several domains; as `eplb_load`.
     """
 
     topology: str = "EP1DP1"
@@ -79,6 +81,7 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
     overlap: str = "auto"
     eplb: str = "off"
     eplb_load: bytes = b""
+    eplb_slots: bytes = b""
 
 
 class CacheOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "schedule": ScheduleOptions,
 }
 # What resolving fills in; nobody sets it.
-_DERIVED = ("eplb_load",)
+_DERIVED = ("eplb_load", "eplb_slots")
 # Names are unique over all sections.
 _FIELDS: dict[str, str] = {
     field.name: section

@@ -15,20 +15,30 @@ import numpy as np
 
 from ..models.config import ModelConfig
 from ..moe.wide_ep.balancing import expected_imbalance, read_load
-from ..moe.wide_ep.placement import ExpertPlacement, balanced_placement, first_placement, linear_placement
-from ..topologies import RankGrid, parse_topology
+from ..moe.wide_ep.placement import (
+    ExpertPlacement,
+    affinity_of,
+    balanced_placement,
+    first_placement,
+    linear_placement,
+    placement_of,
+)
+from ..topologies import RankGrid, Topology, parse_topology, slot_ranges
 from .config import EngineConfig
 from .plan import pack, unpack
 from .ranges import eplb_file
 
 
-def with_load(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+def with_load(config: EngineConfig, model: ModelConfig, topology: Topology) -> EngineConfig:
     """Return `config` with the load that `eplb` names in it, so that all ranks see the same one.
+
+    Where the file says which experts fire together, and ranks of `topology` are in several domains, the placement
+    itself is in it: pairs would be many bytes for every rank.
 
     Raises:
         ValueError: there is no such file, or it does not fit the model.
     """
-    eplb, load = config.parallel.eplb.strip(), b""
+    eplb, load, slots = config.parallel.eplb.strip(), b"", b""
     if eplb == "auto" and model.moe is None:
         raise ValueError("eplb='auto' moves experts, but the model is dense; use off")
     if file := eplb_file(eplb):
@@ -40,7 +50,13 @@ def with_load(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         except ValueError as error:
             raise ValueError(f"eplb={eplb!r}: {error}") from None
         eplb, load = f"static {path}", pack(read.total, "<i8")
-    parallel = msgspec.structs.replace(config.parallel, eplb=eplb, eplb_load=load)
+        domains = RankGrid(topology, topology.num_ranks).domains()
+        if read.together and len(set(domains)) > 1:
+            num_experts = model.moe.routing.num_experts
+            affinity = [affinity_of(pairs, num_experts) for pairs in read.together]
+            placed = balanced_placement(read.total, num_redundant=topology.red, domains=domains, affinity=affinity)
+            slots = pack(placed.physical_to_logical, "<i4")
+    parallel = msgspec.structs.replace(config.parallel, eplb=eplb, eplb_load=load, eplb_slots=slots)
     return msgspec.structs.replace(config, parallel=parallel)
 
 
@@ -49,7 +65,8 @@ def expert_placement(config: EngineConfig, model: ModelConfig) -> ExpertPlacemen
     num_experts = model.moe.routing.num_experts if model.moe is not None else 0
     parallel = config.parallel
     groups = max(1, model.moe.routing.num_groups) if model.moe is not None else 1
-    return _placement(parallel.topology, len(model.moe_layers), num_experts, groups, parallel.eplb_load)
+    shape = (len(model.moe_layers), num_experts)
+    return _placement(parallel.topology, shape, groups, parallel.eplb_load, parallel.eplb_slots)
 
 
 def placement_note(config: EngineConfig, model: ModelConfig) -> str:
@@ -71,10 +88,16 @@ def placement_note(config: EngineConfig, model: ModelConfig) -> str:
 
 
 @lru_cache(maxsize=8)
-def _placement(topology_text: str, num_layers: int, num_experts: int, num_groups: int, load: bytes) -> ExpertPlacement:
+def _placement(
+    topology_text: str, shape: tuple[int, int], num_groups: int, load: bytes, slots: bytes
+) -> ExpertPlacement:
     topology = parse_topology(topology_text)
     domains = RankGrid(topology, topology.num_ranks).domains()
     if not load:
-        return first_placement(num_layers, num_experts, num_redundant=topology.red, domains=domains)
-    table = np.reshape(unpack(load, "<i8"), (num_layers, num_experts))
+        return first_placement(*shape, num_redundant=topology.red, domains=domains)
+    table = np.reshape(unpack(load, "<i8"), shape)
+    if slots:
+        experts = np.reshape(unpack(slots, "<i4"), (shape[0], -1))
+        ranges = slot_ranges(experts.shape[1], len(domains))
+        return placement_of(experts, shape[1], ranges, domains=tuple(domains), load=table)
     return balanced_placement(table, num_redundant=topology.red, domains=domains, num_groups=num_groups)

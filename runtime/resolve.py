@@ -153,7 +153,7 @@ def resolve(config: EngineConfig, *, freed_bytes: int = 0) -> Resolved:
             config, footprint, gpus=gpus, cores=host_cores(), host_bytes=host_bytes, fixed=asked is not None
         )
         _check_runnable(config, topology, model, gpus)
-    config = with_load(config, model)
+    config = with_load(config, model, topology)
     threads, cpus = _compute(config, topology)
     config = msgspec.structs.replace(
         config, parallel=msgspec.structs.replace(config.parallel, topology=topology.long(), threads=threads)

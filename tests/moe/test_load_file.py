@@ -10,8 +10,18 @@ import numpy as np
 import pytest
 
 from moewe.moe.wide_ep.balancing import ExpertLoad, expected_imbalance, expected_rows, read_load, write_load
-from moewe.moe.wide_ep.placement import balanced_placement, expert_load, first_placement, linear_placement, traffic
-from moewe.moe.wide_ep.synthetic import zipf
+from moewe.moe.wide_ep.balancing.load_file import PAIRS_PER_EXPERT
+from moewe.moe.wide_ep.balancing.replay import load_of
+from moewe.moe.wide_ep.placement import (
+    affinity_of,
+    balanced_placement,
+    expert_load,
+    first_placement,
+    linear_placement,
+    traffic,
+)
+from moewe.moe.wide_ep.synthetic import correlated, zipf
+from moewe.moe.wide_ep.traces import RoutingTrace
 
 PREFILL = np.array([[5, 0, 2], [1, 2**53, 0]])
 
@@ -28,6 +38,26 @@ def test_loads_come_back(tmp_path: Path, phases: dict[str, np.ndarray]) -> None:
     for phase, load in phases.items():
         np.testing.assert_array_equal(found.phases[phase], load)
     np.testing.assert_array_equal(found.total, sum(phases.values()))
+
+
+def test_pairs_come_back_and_place_experts_of_a_team_in_one_domain(tmp_path: Path) -> None:
+    """Teams of eight experts fire together; loads alone scatter them over two domains, the pairs of a file do not."""
+    ids = np.stack([correlated(6000, 32, 4, seed=seed) for seed in range(2)])
+    domains, source = (0, 0, 1, 1), np.arange(2000) % 4
+    recorded = load_of(RoutingTrace(num_experts=32, ids={"prefill": ids[:, :2000], "decode": ids[:, 2000:4000]}))
+    write_load(recorded, tmp_path / "load.json")
+    found = read_load(tmp_path / "load.json", num_layers=2, num_experts=32)
+    for layer, pairs in enumerate(found.together):
+        np.testing.assert_array_equal(pairs, recorded.together[layer])
+        assert len(pairs) <= PAIRS_PER_EXPERT * 32 and (pairs[:, 0] < pairs[:, 1]).all() and (pairs[:, 2] > 0).all()
+    affinity = [affinity_of(pairs, 32) for pairs in found.together]
+    crossing = {}
+    for name, known in (("loads", None), ("pairs", affinity)):
+        placement = balanced_placement(found.total, num_redundant=0, domains=domains, affinity=known)
+        layers = [traffic(ids[layer, 4000:], placement, layer, source) for layer in range(2)]
+        crossing[name] = sum(each.bytes_between(100, hierarchical=True) for each in layers)
+        assert all(each.imbalance < 1.15 for each in layers)
+    assert crossing["pairs"] < 0.8 * crossing["loads"], crossing
 
 
 def sound() -> dict[str, Any]:
@@ -48,6 +78,12 @@ def sound() -> dict[str, Any]:
         ({"decode": [[1, 2, 3], [4, 5, "6"]]}, "decode"),
         ({"decode": None}, "neither prefill nor decode"),
         ({"other": 1}, "other"),
+        ({"together": [[]]}, "together must hold 2 lists"),
+        ({"together": [[[0, 1, 5]] * 25, []]}, "at most 24 pairs"),
+        ({"together": [[[1, 1, 5]], []]}, "together has the pair 1, 1"),
+        ({"together": [[[1, 3, 5]], []]}, "together has the pair 1, 3"),
+        ({"together": [[[0, 1, -5]], []]}, "together"),
+        ({"together": [[[0, 1]], []]}, "together"),
     ],
 )
 def test_files_that_do_not_fit_are_refused_by_field(tmp_path: Path, change: dict[str, Any], complaint: str) -> None:

@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 
 from moewe.models.families import load_config
-from moewe.moe.wide_ep.balancing import ExpertLoad, expected_imbalance, write_load
-from moewe.moe.wide_ep.placement import balanced_placement, first_placement, linear_placement
+from moewe.moe.wide_ep.balancing import ExpertLoad, expected_imbalance, read_load, write_load
+from moewe.moe.wide_ep.placement import balanced_placement, first_placement, linear_placement, traffic
+from moewe.moe.wide_ep.synthetic import correlated
+from moewe.moe.wide_ep.traces import RoutingTrace, save_trace
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions
 from moewe.runtime.options import engine_config, layout_config
 from moewe.runtime.placements import expert_placement, placement_note
 from moewe.runtime.ranges import moves_experts
 from moewe.runtime.resolve import resolve
 from moewe.runtime.worker_main import build_hub
+from moewe.server.cli.main import main
 from moewe.server.commands.serve import announcement
 from moewe.server.flags.table import without_aliases
 from moewe.topologies import RankGrid, parse_topology
@@ -85,6 +88,32 @@ def test_groups_of_the_router_stay_in_a_domain(tmp_path: Path) -> None:
         slots = placement.logical_to_physical[layer][:, 0]
         where = np.asarray(placement.rank_domain)[placement.slot_rank[slots]].reshape(routing.num_groups, size)
         assert (where == where[:, :1]).all(), where
+
+
+def test_experts_that_fire_together_stand_in_one_domain_where_a_trace_was_recorded(tmp_path: Path) -> None:
+    """The way that users go: a trace, `moewe replay --load`, `--eplb static`; every rank gets the same slots."""
+    layers, experts = skewed().shape
+    ids = np.stack([correlated(4000, experts, 2, seed=seed, team_size=2, exponent=0.1) for seed in range(layers)])
+    save_trace(RoutingTrace(num_experts=experts, ids={"decode": ids[:, :2000]}), tmp_path / "t.npz")
+    path, topology = tmp_path / "load.json", "EP4DP1[domains=2+2]"
+    with pytest.raises(SystemExit):
+        main(["replay", "--trace", str(tmp_path / "t.npz"), "--topology", topology, "--load", str(path)])
+    read = read_load(path, num_layers=layers, num_experts=experts)
+    loads_alone = tmp_path / "loads.json"
+    write_load(ExpertLoad(phases=read.phases), loads_alone)
+    source, apart, crossing = np.arange(2000) % 4, [], []
+    for file in (loads_alone, path):
+        found = resolve(config(f"static {file}", topology))
+        assert bool(found.config.parallel.eplb_slots) == (file == path)
+        sent = msgspec.msgpack.decode(msgspec.msgpack.encode(found.config), type=EngineConfig)
+        placement = expert_placement(sent, found.model)
+        domain = placement.rank_domain[placement.slot_rank[placement.logical_to_physical[:, :, 0]]]  # [L, E]
+        most = [pairs[:8, :2].T for pairs in read.together]
+        apart.append(sum(int((domain[i, a] != domain[i, b]).sum()) for i, (a, b) in enumerate(most)))
+        crossing.append(sum(traffic(ids[i, 2000:], placement, i, source).domain_copies for i in range(layers)))
+    assert apart[1] == 0 < apart[0] and crossing[1] < crossing[0], (apart, crossing)
+    near = resolve(config(f"static {path}", "EP4DP1"))
+    assert near.config.parallel.eplb_slots == b"", "in one domain pairs do not count"
 
 
 def test_off_is_what_was_before() -> None:

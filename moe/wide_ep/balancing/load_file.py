@@ -1,4 +1,4 @@
-"""A load file: how many tokens each expert of each MoE layer got, by phase, as JSON that people can read.
+"""A load file: how many tokens each expert of each MoE layer got, by phase, and which fire together; as JSON to read.
 
 Not a trace (traces.py keeps every choice) and not a window (load_window.py). `moewe record` writes one, `--eplb static`
 reads one. A file from a stranger does no harm. Units: tokens. L MoE layers, E experts.
@@ -6,6 +6,7 @@ reads one. A file from a stranger does no harm. Units: tokens. L MoE layers, E e
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,11 +17,14 @@ import numpy as np
 from .load_window import PHASES
 
 VERSION = 1
-MAX_BYTES = 64 << 20  # 93 layers of 384 experts take less than one
+MAX_BYTES = 64 << 20  # 93 layers of 384 experts take less than one, their pairs five
+# Pairs of a layer that are kept for each expert, those that fire together most.
+PAIRS_PER_EXPERT = 8
 _MOST = 2**53
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
 _Table = list[list[_Count]]
+_Pair = tuple[_Count, _Count, _Count]
 
 
 class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -31,6 +35,7 @@ class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     num_experts: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
     prefill: _Table | None = None
     decode: _Table | None = None
+    together: list[list[_Pair]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,9 +44,12 @@ class ExpertLoad:
 
     Attributes:
         phases: `prefill` and `decode`, or one of them: [L, E] i64, of one shape.
+        together: of each layer pairs of experts that fire together, [n, 3] i64: two ids, ascending, and by how many
+            tokens more than by chance; empty: not known.
     """
 
     phases: dict[str, np.ndarray]
+    together: tuple[np.ndarray, ...] = ()
 
     def __post_init__(self) -> None:
         shapes = {load.shape for load in self.phases.values()}
@@ -63,6 +71,9 @@ def write_load(load: ExpertLoad, path: Path) -> None:
     for phase, table in load.phases.items():
         rows = ",\n".join("  [" + ", ".join(map(str, row)) + "]" for row in table.astype(np.int64).tolist())
         tables.append(f'"{phase}": [\n{rows}\n]')
+    if load.together:
+        rows = ",\n".join(f"  {json.dumps(pairs.tolist())}" for pairs in load.together)
+        tables.append(f'"together": [\n{rows}\n]')
     path.write_text("{\n" + "\n".join(lines) + "\n" + ",\n".join(tables) + "\n}\n")
 
 
@@ -98,4 +109,24 @@ def read_load(path: Path, *, num_layers: int, num_experts: int) -> ExpertLoad:
             phases[phase] = np.array(table, np.int64).reshape(num_layers, num_experts)
     if not phases:
         raise ValueError(f"{where} holds neither prefill nor decode; record it again")
-    return ExpertLoad(phases=phases)
+    together = _checked_pairs(found.together, num_layers, num_experts, where)
+    return ExpertLoad(phases=phases, together=together)
+
+
+def _checked_pairs(
+    together: list[list[_Pair]] | None, num_layers: int, num_experts: int, where: str
+) -> tuple[np.ndarray, ...]:
+    if together is None:
+        return ()
+    if len(together) != num_layers or any(len(pairs) > PAIRS_PER_EXPERT * num_experts for pairs in together):
+        raise ValueError(
+            f"{where}: together must hold {num_layers} lists of at most {PAIRS_PER_EXPERT * num_experts} pairs"
+        )
+    for pairs in together:
+        for first, second, _ in pairs:
+            if not first < second < num_experts:
+                raise ValueError(
+                    f"{where}: together has the pair {first}, {second}; use two experts, the lower first, "
+                    f"below {num_experts}"
+                )
+    return tuple(np.array(pairs, np.int64).reshape(len(pairs), 3) for pairs in together)

@@ -11,9 +11,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..placement import balanced_placement, expert_load, first_placement, linear_placement, traffic
+from ..placement import (
+    above_chance,
+    affinity_of,
+    balanced_placement,
+    coactivation,
+    expert_load,
+    first_placement,
+    linear_placement,
+    strongest_pairs,
+    traffic,
+)
 from ..traces import RoutingTrace
-from .load_file import ExpertLoad
+from .load_file import PAIRS_PER_EXPERT, ExpertLoad
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,8 +47,20 @@ class Replayed:
 
 
 def load_of(trace: RoutingTrace) -> ExpertLoad:
-    """Return what each expert got, by phase."""
-    return ExpertLoad(phases={phase: trace.load(phase) for phase in trace.ids})
+    """Return what each expert got, by phase, and which fire together, phases together."""
+    return ExpertLoad(
+        phases={phase: trace.load(phase) for phase in trace.ids},
+        together=pairs_of(list(trace.ids.values()), trace.num_experts),
+    )
+
+
+def pairs_of(parts: Sequence[np.ndarray], num_experts: int) -> tuple[np.ndarray, ...]:
+    """Return for each layer the pairs that fire together most, [n, 3]: of ids [L, T, K] each."""
+    layers = []
+    for layer in range(len(parts[0])):
+        pairs = sum((coactivation(ids[layer], num_experts) for ids in parts), np.zeros((num_experts, num_experts)))
+        layers.append(strongest_pairs(above_chance(pairs), PAIRS_PER_EXPERT * num_experts))
+    return tuple(layers)
 
 
 def replay(trace: RoutingTrace, *, num_redundant: int, domains: Sequence[int], row_bytes: int) -> list[Replayed]:
@@ -58,10 +80,14 @@ def replay(trace: RoutingTrace, *, num_redundant: int, domains: Sequence[int], r
     fit = np.sum([expert_load(first, num_experts) for first, _ in halves.values() if first.shape[1]], axis=0)
     if not np.ndim(fit):
         raise ValueError("the trace has less than two tokens; record more")
+    affinity = None
+    if len(set(domains)) > 1:
+        together = pairs_of([first for first, _ in halves.values()], num_experts)
+        affinity = [affinity_of(pairs, num_experts) for pairs in together]
     placements = {
         "in order": linear_placement(num_layers, num_experts, domains=domains),
         "off": first_placement(num_layers, num_experts, num_redundant=num_redundant, domains=domains),
-        "static": balanced_placement(fit, num_redundant=num_redundant, domains=domains, num_groups=trace.num_groups),
+        "static": balanced_placement(fit, num_redundant=num_redundant, domains=domains, affinity=affinity),
     }
     results = []
     for phase, (_, judged) in halves.items():

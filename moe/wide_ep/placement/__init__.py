@@ -1,6 +1,6 @@
 """Placement of experts: policies are pure (numpy in, arrays out), the record and its tables are what layers use."""
 
-from .affinity import above_chance, coactivation
+from .affinity import above_chance, affinity_of, coactivation, strongest_pairs
 from .balanced import balanced_placement, first_placement
 from .baselines import linear_placement, round_robin_placement
 from .drawing import draw_placement
@@ -12,6 +12,7 @@ __all__ = [
     "ExpertPlacement",
     "Traffic",
     "above_chance",
+    "affinity_of",
     "assign_replicas",
     "balanced_placement",
     "coactivation",
@@ -25,5 +26,6 @@ __all__ = [
     "replica_table",
     "round_robin_placement",
     "slots_of",
+    "strongest_pairs",
     "traffic",
 ]

@@ -43,6 +43,31 @@ def above_chance(pairs: np.ndarray) -> np.ndarray:
     return excess
 
 
+def strongest_pairs(affinity: np.ndarray, most: int) -> np.ndarray:
+    """Return the pairs that fire together most above chance: [n, 3] i64 of two experts and tokens, strongest first.
+
+    Args:
+        affinity: [E, E] as `above_chance` gives it; a pair below half a token is none.
+        most: pairs.
+
+    Example:
+        >>> strongest_pairs(np.array([[0.0, 3.0, -1.0], [3.0, 0.0, 5.0], [-1.0, 5.0, 0.0]]), 2).tolist()
+        [[1, 2, 5], [0, 1, 3]]
+    """
+    first, second = np.triu_indices(len(affinity), 1)
+    tokens = np.rint(affinity[first, second]).astype(np.int64)
+    order = np.argsort(-tokens, kind="stable")[:most]
+    order = order[tokens[order] > 0]
+    return np.stack([first[order], second[order], tokens[order]], axis=1)
+
+
+def affinity_of(pairs: np.ndarray, num_experts: int) -> np.ndarray:
+    """Return pairs [n, 3] as `strongest_pairs` gives them as a table: [E, E] f64, 0 for all others."""
+    table = np.zeros((num_experts, num_experts))
+    table[pairs[:, 0], pairs[:, 1]] = table[pairs[:, 1], pairs[:, 0]] = pairs[:, 2]
+    return table
+
+
 def pairs_of_groups(load: np.ndarray, num_groups: int) -> np.ndarray | None:
     """Return what `coactivation` would tell of a router that picks few groups a token, up to a factor; None for one.
 

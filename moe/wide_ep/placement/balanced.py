@@ -31,6 +31,7 @@ def balanced_placement(
     num_redundant: int,
     domains: Sequence[int],
     coactivation: np.ndarray | None = None,
+    affinity: Sequence[np.ndarray] | None = None,
     num_groups: int = 1,
 ) -> ExpertPlacement:
     """Place experts so that ranks get even loads and few rows cross domains.
@@ -40,8 +41,10 @@ def balanced_placement(
         num_redundant: slots of the group beside the E that hold every expert once.
         domains: the domain of each rank; its length is W.
         coactivation: [L, E, E], how many tokens chose both of two experts; None: not known.
+        affinity: L tables [E, E] of how much more often than by chance two experts fire together, where pairs are known
+            in this form.
         num_groups: equal runs of experts of which the router picks few a token, so that those of one fire together;
-            used where `coactivation`, which knows it better, is None.
+            used where neither `coactivation` nor `affinity`, which know it better, are given.
 
     Raises:
         ValueError: names what does not fit.
@@ -61,8 +64,11 @@ def balanced_placement(
     slots = np.empty((num_layers, num_experts + num_redundant), np.int32)
     for layer in range(num_layers):
         pairs = coactivation[layer] if coactivation is not None else pairs_of_groups(load[layer], num_groups)
-        affinity = None if pairs is None else above_chance(pairs)
-        slots[layer] = _fill_slots(load[layer], counts, rank_domain, affinity)
+        if affinity is not None:
+            together: np.ndarray | None = affinity[layer]
+        else:
+            together = None if pairs is None else above_chance(pairs)
+        slots[layer] = _fill_slots(load[layer], counts, rank_domain, together)
     return placement_of(slots, num_experts, ranges, domains=tuple(domains), load=load)
 
 
