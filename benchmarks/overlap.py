@@ -5,7 +5,7 @@ there (--rate MB/s, --delay us). A pass goes through several layers whose weight
 without overlap, with shared experts under the dispatch, and in halves take turns within one run, each being the first
 in every third round. The time of a pass is that of the slowest rank. Outputs are compared before anything is timed: to
 the bit where kernels are native. Before, ranks probe their links as a server does at its start; beside each time stands
-what the model of `--overlap auto` makes of these figures, and what it would choose.
+what the model of `--overlap auto` makes of these figures, what it would choose, and which way was fastest by the clock.
 On a machine with fewer cores than ranks times are those of ranks that take turns, and say little.
 
     taskset -c 0-1 python benchmarks/overlap.py --ranks 2 --tokens 16 128 512 2048 --repeats 15
@@ -14,6 +14,7 @@ On a machine with fewer cores than ranks times are those of ranks that take turn
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -273,11 +274,15 @@ def summary(name: str, num_tokens: int, times: dict[str, list[float]], facts: Ov
         overlap: records.summary([1 - own / none for own, none in zip(times[overlap], times[NOTHING], strict=True)])
         for overlap in (SHARED, HALVES)
     }
+    medians = {overlap: statistics.median(found) for overlap, found in times.items()}
+    chosen, fastest = choose_overlap(name, num_tokens, facts), min(medians, key=lambda overlap: medians[overlap])
     return {
         **{f"layer_us_{overlap}": records.summary([1e6 * s for s in found]) for overlap, found in times.items()},
         **{f"saved_share_{overlap}": found for overlap, found in saved.items()},
         **{f"model_us_{overlap}": 1e6 * layer_seconds(name, parts, facts) for overlap, parts in model.items()},
-        "chosen": choose_overlap(name, num_tokens, facts),
+        "chosen": chosen,
+        "fastest": fastest,
+        "chosen_over_fastest": medians[chosen] / medians[fastest],
     }
 
 
@@ -287,7 +292,8 @@ def line(name: str, num_ranks: int, num_tokens: int, record: dict[str, Any]) -> 
     model = {overlap: record[f"model_us_{overlap}"] for overlap in (SHARED, HALVES)}
     return (
         f"{name:>12} EP{num_ranks} T={num_tokens:<5} none {us[NOTHING]:8.0f} us  shared {us[SHARED]:8.0f} "
-        f"(model {model[SHARED]:.0f})  halves {us[HALVES]:8.0f} (model {model[HALVES]:.0f})  auto: {record['chosen']}"
+        f"(model {model[SHARED]:.0f})  halves {us[HALVES]:8.0f} (model {model[HALVES]:.0f})  auto: {record['chosen']}, "
+        f"fastest: {record['fastest']} ({record['chosen_over_fastest']:.2f})"
     )
 
 

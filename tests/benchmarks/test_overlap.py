@@ -26,6 +26,7 @@ def test_every_way_is_compared_and_timed(tmp_path: Path) -> None:
     cases = {key: value for key, value in results.items() if key != "arguments"}
     assert set(cases) == {f"{name}/EP2/T{rows}" for name in exchanges[1:] for rows in (1, 6)}
     for case in cases.values():
-        assert case["chosen"] == "shared"
+        assert case["chosen"] == "shared" and case["chosen_over_fastest"] >= 1.0
+        assert case["fastest"] == min(("none", "shared", "halves"), key=lambda way: case[f"layer_us_{way}"]["median"])
         for overlap in ("none", "shared", "halves"):
             assert case[f"layer_us_{overlap}"]["runs"] == 2 and case[f"layer_us_{overlap}"]["min"] > 0
