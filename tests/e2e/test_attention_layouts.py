@@ -58,7 +58,7 @@ def test_ranks_share_kv_heads_where_there_are_few(kv_heads: int) -> None:
     assert stored == [alone.groups[0].workers[0].storage.num_bytes // min(4, kv_heads)] * 4
 
 
-@pytest.mark.parametrize("name", ["T-QW3", "T-GOS", pytest.param("T-DS2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["T-QW3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("T-GOS", "T-DS2"))])
 def test_preempted_requests_go_on_with_divided_heads(name: str) -> None:
     path = checkpoint(name)
     prompts = [random_prompt(20, seed=i) for i in range(6)]
@@ -114,8 +114,8 @@ def test_two_runs_give_the_same_bits(name: str) -> None:
     [
         ("T-QW3", "auto", None),
         ("T-GLM-demo", "fp8", None),
-        ("T-GOS", "int8", None),
-        ("T-QW3", "auto", "int8"),
+        pytest.param("T-GOS", "int8", None, marks=pytest.mark.slow),
+        pytest.param("T-QW3", "auto", "int8", marks=pytest.mark.slow),
         ("T-QW3", "auto", "int4"),
         pytest.param("T-OLM", "auto", None, marks=pytest.mark.slow),
         pytest.param("T-GLM", "fp8", "int8", marks=pytest.mark.slow),

@@ -24,7 +24,7 @@ def test_one_request_alone_and_a_batch_of_unequal_lengths_equal_transformers(nam
 
 
 # --- P-LOAD-05 --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", MOE_FIXTURES)
+@pytest.mark.parametrize("name", of_each(MOE_FIXTURES))
 def test_both_layouts_of_experts_give_the_same_bits(name):
     """As published, one tensor an expert in most families; and as transformers stacks them."""
     folders = [checkpoint(name, stacked=stacked) for stacked in (False, True)]

@@ -23,8 +23,10 @@ PROMPTS = [random_prompt(length, seed=length) for length in (33, 1, 17, 50)]
 TOPOLOGIES = ["EP2DP1[red=3]", "EP4DP1[red=5]", "EP4DP1[domains=2+2,red=4]"]
 
 
-@pytest.mark.parametrize("name", ["T-QW3", "T-DS3"])
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("name", "topology"),
+    [*zip(["T-DS3", "T-QW3", "T-QW3"], TOPOLOGIES), pytest.param("T-DS3", TOPOLOGIES[2], marks=pytest.mark.slow)],
+)
 def test_placement_by_load_gives_the_logits_of_one_rank(name: str, topology: str) -> None:
     path = checkpoint(name)
     expected = generate(path, PROMPTS, setup=Setup())
@@ -33,8 +35,7 @@ def test_placement_by_load_gives_the_logits_of_one_rank(name: str, topology: str
 
 
 @needs_native
-@pytest.mark.parametrize("name", ["T-QW3", "T-DS3"])
-@pytest.mark.parametrize("topology", TOPOLOGIES[:2])
+@pytest.mark.parametrize(("name", "topology"), [("T-QW3", TOPOLOGIES[0]), ("T-DS3", TOPOLOGIES[1])])
 def test_placement_by_load_is_bitwise(name: str, topology: str) -> None:
     path = checkpoint(name, dtype="bfloat16")
     params = greedy(8, logprobs=2)

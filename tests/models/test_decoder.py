@@ -12,6 +12,7 @@ from tests.support.comparison import compare_with_reference
 from tests.support.decoding import decode
 from tests.support.fixtures import DENSE_FIXTURES, MOE_FIXTURES, checkpoint, random_prompt, reference_logits
 from tests.support.harness import generate, greedy
+from tests.support.matrix import UNLIKE
 from tests.support.numerics import LOGITS_AGAINST_REFERENCE, LOGITS_BETWEEN_RUNS, assert_within
 
 LENGTHS = (33, 1, 50, 17, 4)
@@ -31,9 +32,14 @@ def counted(counters: RankCounters, component: str) -> int:
     return int(counters.bytes_moved[PHASES.index("mixed"), COMPONENTS.index(component)])
 
 
-# tests/e2e/test_families.py has every family in other chunks, in the whole runtime.
-@pytest.mark.parametrize("name", MOE_FIXTURES + DENSE_FIXTURES)
-@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 7])
+# tests/e2e/test_families.py has every family in all chunks, in the whole runtime.
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    [
+        *((name, 7) for name in UNLIKE),
+        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in MOE_FIXTURES + DENSE_FIXTURES),
+    ],
+)
 def test_logits_equal_transformers(name: str, chunk: int) -> None:
     path = checkpoint(name)
     alone = decode(path, [random_prompt(33)], chunk=chunk)

@@ -23,6 +23,10 @@ from tests.support.quantised import fp8_checkpoint, mxfp4_checkpoint
 pytestmark = needs_native
 SCHEMES = [weight_scheme("int8"), weight_scheme("int4")]
 schemes = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.kind)
+of_families = pytest.mark.parametrize(  # turn by turn: what is quantised does not depend on the scheme
+    ("name", "scheme"),
+    [pytest.param(name, SCHEMES[i % 2], id=f"{name}-{SCHEMES[i % 2].kind}") for i, name in enumerate(FIXTURES)],
+)
 
 
 def load(path, **options) -> LoadReport:
@@ -39,8 +43,7 @@ def walk(node, path=""):
                 yield from walk(child, here)
 
 
-@schemes
-@pytest.mark.parametrize("name", FIXTURES)
+@of_families
 def test_the_matrices_that_are_multiplied_are_quantised(name: str, scheme: WeightScheme) -> None:
     path = checkpoint(name)
     plain, report = load(path), load(path, pack=True, scheme=scheme)
@@ -69,8 +72,7 @@ def test_the_matrices_that_are_multiplied_are_quantised(name: str, scheme: Weigh
     assert report.bytes_read == plain.bytes_read
 
 
-@schemes
-@pytest.mark.parametrize("name", FIXTURES)
+@of_families
 def test_the_footprint_is_what_is_held(name: str, scheme: WeightScheme) -> None:
     path = checkpoint(name)
     config = load_config(path)

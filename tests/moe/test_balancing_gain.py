@@ -25,7 +25,7 @@ def trace(maker, number: int, *, steps: int = 1, seed: int = 0, **options) -> li
     return [(PhaseLoad(load=load, steps=steps),) for load in loads]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_zipf_traffic_at_ep8_becomes_even(seed: int) -> None:
     windows = trace(zipf, 9, seed=seed)
     result = simulate(

@@ -168,6 +168,7 @@ def test_a_chosen_expert_without_owner_is_a_hard_error() -> None:  # P-EP-03
         made(torch.randn(4, WIDTH))
 
 
+@pytest.mark.slow
 def test_without_debug_a_chosen_expert_without_owner_is_counted() -> None:  # P-EP-03
     code = (
         "import torch; from tests.moe.test_layer import *;"

@@ -36,6 +36,7 @@ def test_llm_on_two_ranks_says_the_script_and_leaves_no_process() -> None:
 
 
 @pytest.mark.spawn
+@pytest.mark.slow
 def test_generate_prints_the_text() -> None:
     made = chain(["Möwe", " flies."])
     words = ["generate", str(made.path), "x", "--kv-cache-memory-bytes", "4MiB", "--threads", "1", "--dtype", "float32"]
