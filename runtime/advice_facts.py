@@ -40,7 +40,9 @@ def advisor_facts(
     )
     if gpus is not None:
         machine = replace(machine, memory_bytes=resolved.budget.rank_memory_bytes)  # the user's share of it already
-    measured = next((one.links for one in ready if one.links is not None), None)
+    found = [one.links for one in ready if one.links is not None and one.links.exchanges]
+    # Replicas measure at much the same time, and what else runs only adds.
+    measured = min(found, key=lambda links: links.exchanges[0].fixed_s, default=None)
     links = [LayoutLink(topology=topology.long(), cost=cost) for cost in measured.exchanges] if measured else []
     known = tuple(link for link in machine.links if link not in links)
     return Facts(

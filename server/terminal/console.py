@@ -93,7 +93,8 @@ class StatsLine:
 
     def _line(self, tokens: tuple[int, int], elapsed: float) -> str:
         stats, replicas = self._state.stats, self._state.metrics.replicas
-        prompt, generation = ((new - old) / elapsed for new, old in zip(tokens, self._tokens))
+        # Engines of another layout count prompts from 0.
+        prompt, generation = (max(0, new - old) / elapsed for new, old in zip(tokens, self._tokens))
         ranks = [rank for replica in replicas.values() for rank in replica.ranks]
         blocks = sum(rank.total_blocks for rank in ranks)
         usage = 100 * sum(rank.used_blocks for rank in ranks) / blocks if blocks else 0.0

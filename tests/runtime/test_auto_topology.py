@@ -76,6 +76,29 @@ def test_gpus_are_used_as_they_hold_the_model(host) -> None:
     assert resolved("T-LLA", device="cuda").topology.short() == "EP1DP4"
 
 
+def test_domains_that_a_host_emulates_are_filled_and_compared_where_their_link_was_measured(
+    host, caplog, monkeypatch
+) -> None:
+    caplog.set_level("INFO")
+    options = ModelOptions(model="T-QW3", path=str(checkpoint("T-QW3")))
+
+    def chosen() -> str:
+        parallel = ParallelOptions(topology="auto", domains="2+2,rate=900,delay=3")
+        return resolve(EngineConfig(model=options, parallel=parallel)).topology.long()
+
+    assert chosen() == "EP1DP4[adp=1,atp=1,red=0]"
+    assert any("4 of 4 places" in line for line in caplog.messages)
+    assert not any("EP4DP1, the next best" in line for line in caplog.messages)
+    # Over links that cost nothing the widest group reads least, though of so small a model not by enough.
+    links = [
+        LayoutLink(topology=topology, cost=ExchangeCost(name=name, fixed_s=1e-9, within_s=1e-15, between_s=1e-15))
+        for topology, name in (("EP4DP1[domains=2+2,rate=900,delay=3]", "hierarchical"), ("EP2DP1", "shm"))
+    ]
+    monkeypatch.setattr(auto_topology, "recall", lambda device: tuple(links))
+    assert chosen().startswith("EP1DP4")
+    assert any("EP4DP1, the next best" in line and "measured links" in line for line in caplog.messages)
+
+
 def test_what_fits_nowhere_is_one_line_with_the_fix(host) -> None:
     host(100 << 20)
     with pytest.raises(TopologyError, match=r"--topology auto: no layout of up to 8 cores fits; nearest: T-QW3 on "):

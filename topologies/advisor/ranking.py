@@ -18,7 +18,7 @@ from .forecast import chances_of, exchange_of, forecast, link_figure
 from .records import Calibration, Candidate, Facts, Observation, PhaseSeen
 
 # What one window may make of the model: beyond that something else is wrong.
-_EXCHANGE_SCALES, _MOST_WAIT = (0.2, 20.0), 3.0
+_EXCHANGE_SCALES, _MOST_WAIT = (0.01, 20.0), 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
