@@ -21,9 +21,14 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 from rich.progress import track
 
+from moewe.models.published import published_config
+from moewe.moe.kernels.roofline import layer_work
 from moewe.native.gpu.compiling import compile_launch, source_hash
+from moewe.runtime.gpu_launches import MODELS, STEP_TOKENS, moe_shapes
+from moewe.topologies.planner.hardware import load_hardware
 from tests.support.compiled import RECORD, Case, Entry, all_cases, broken_rules, read_record, stale
 
+MACHINE = load_hardware("h200")
 PAGE = RECORD.parents[2] / "docs" / "gpu-kernels.md"
 
 
@@ -82,8 +87,29 @@ def page(entries: list[Entry], cases: list[Case]) -> str:
             "|---|---|---|---|---|---|---|---|---|",
             *rows,
             "",
+            "## The least time of a layer",
+            "",
+            f"From bytes and products alone (`moe/kernels/roofline.py`), on {MACHINE.name} by its data sheet,",
+            "all experts on one GPU, chosen alike; microseconds. Launches and latencies come on top.",
+            "",
+            "| model | experts | tokens | route | permute | experts | combine | experts are bound by |",
+            "|---|---|---|---|---|---|---|---|",
+            *floors(),
+            "",
         ]
     )
+
+
+def floors() -> Iterator[str]:
+    """Yield rows of the table of least times."""
+    for model, formats in MODELS.items():
+        shapes = moe_shapes(published_config(model), formats)
+        for name in formats:
+            for num_tokens in STEP_TOKENS:
+                work = layer_work(shapes, num_tokens, name)
+                times = " | ".join(f"{work[part].seconds(MACHINE) * 1e6:.2g}" for part in work)
+                bound = "memory" if work["experts"].is_bound_by_memory(MACHINE) else "products"
+                yield f"| {model} | {name} | {num_tokens} | {times} | {bound} |"
 
 
 def main() -> None:
@@ -93,9 +119,11 @@ def main() -> None:
     args = parser.parse_args()
     record, cases = read_record(), all_cases()
     keys = list(cases) if args.all else stale(record)
-    for key, entry in track(compiled(keys, args.processes), total=len(keys), description="compiling"):
-        record[key] = entry
-    write(record, cases)
+    try:
+        for key, entry in track(compiled(keys, args.processes), total=len(keys), description="compiling"):
+            record[key] = entry
+    finally:  # what is done need not be done again
+        write(record, cases)
     broken = [(record[key], what) for key in cases for what in broken_rules(record[key])]
     for entry, what in broken:
         print(f"{entry['kernel']} {entry['target']} {entry['constants']}: {what}")

@@ -90,7 +90,7 @@ class ExpertWeights:
             if isinstance(part, PackedTensor):
                 stacks += [part.data, part.scales, part.grid]
             else:
-                stacks += [part.data, part.scales] if isinstance(part, QuantTensor) else [part]
+                stacks += [part.data, part.scales, part.zeros] if isinstance(part, QuantTensor) else [part]
         return [stack for stack in stacks if stack is not None]
 
     @cached_property

@@ -8,11 +8,13 @@ from .packed import PackedTensor, can_pack, pack, packed_bytes
 from .quantization import Quantization
 from .quantize import quantize
 from .schemes import WeightScheme, down_scheme, head_scheme, weight_scheme
-from .tensor import FP8_BLOCK, MXFP4, MXFP4_SCHEME, QuantScheme, QuantTensor
+from .tensor import FP8_BLOCK, INT4_GROUP, INT8_BLOCK, MXFP4, MXFP4_SCHEME, QuantScheme, QuantTensor
 
 __all__ = [
     "FORMATS",
     "FP8_BLOCK",
+    "INT4_GROUP",
+    "INT8_BLOCK",
     "KV_FORMATS",
     "MXFP4",
     "MXFP4_SCHEME",

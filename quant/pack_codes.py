@@ -12,7 +12,7 @@ import torch
 
 from .memory import empty_lasting
 from .packed import MatrixArgs, PackedTensor, call, column_tiles
-from .tensor import MXFP4, QuantTensor
+from .tensor import FP8_BLOCK, MXFP4, QuantTensor
 
 _ROWS, _DEPTH = 16, 32  # of a tile: outputs, inputs
 
@@ -43,6 +43,7 @@ def pack_codes(matrix: QuantTensor, *, gate_up: bool = False, in_place: bool = F
     assert matrix.data.is_contiguous() and matrix.data.device.type == "cpu", matrix.data.device
     tiles, depth = column_tiles(rows, gate_up=gate_up), -(-columns // _DEPTH)
     in_place = in_place and tiles * _ROWS == rows and columns % _DEPTH == 0
+    assert matrix.scheme.kind in (MXFP4, FP8_BLOCK), f"native kernels have no {matrix.scheme.kind}"
     is_mxfp4 = matrix.scheme.kind == MXFP4
     if is_mxfp4:
         assert columns % _DEPTH == 0 and matrix.scheme.block == (1, _DEPTH) and matrix.scales.is_contiguous()

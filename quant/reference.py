@@ -17,7 +17,7 @@ from .tensor import QuantTensor
 
 def dequantize_reference(tensor: QuantTensor) -> torch.Tensor:
     """Return the numbers of a quantised [N, D] in fp32."""
-    number = _mxfp4_number if tensor.scheme.kind == "mxfp4" else _fp8_number
+    number = {"mxfp4": _mxfp4_number, "int4_group": _int4_number}.get(tensor.scheme.kind, _block_number)
     rows, columns = tensor.shape
     return torch.tensor([[number(tensor, row, column) for column in range(columns)] for row in range(rows)])
 
@@ -49,7 +49,15 @@ def _mxfp4_number(tensor: QuantTensor, row: int, column: int) -> float:
     return e2m1(code) * e8m0(int(tensor.scales[row, column // 32]))
 
 
-def _fp8_number(tensor: QuantTensor, row: int, column: int) -> float:
+def _int4_number(tensor: QuantTensor, row: int, column: int) -> float:
+    byte = int(tensor.data[row, column // 2])
+    code = byte >> 4 if column % 2 else byte & 15
+    at = row, column // tensor.scheme.block[1]
+    zero = 8 if tensor.zeros is None else int(tensor.zeros[at])
+    return _fp32((code - zero) * float(tensor.scales[at]))
+
+
+def _block_number(tensor: QuantTensor, row: int, column: int) -> float:
     block_rows, block_columns = tensor.scheme.block
     scale_row, inside = 0, row
     for section in tensor.sections:
@@ -58,8 +66,15 @@ def _fp8_number(tensor: QuantTensor, row: int, column: int) -> float:
         inside -= section
         scale_row += (section + block_rows - 1) // block_rows
     scale = float(tensor.scales[scale_row + inside // block_rows, column // block_columns])
-    product = e4m3(int(tensor.data.view(torch.uint8)[row, column])) * scale  # exact in double, rounded once below
-    return float(struct.unpack("f", struct.pack("f", product))[0])
+    is_whole = tensor.data.dtype == torch.int8
+    return _fp32(
+        (int(tensor.data[row, column]) if is_whole else e4m3(int(tensor.data.view(torch.uint8)[row, column]))) * scale
+    )
+
+
+def _fp32(exact: float) -> float:
+    """Return a number that is exact in double, rounded once."""
+    return float(struct.unpack("f", struct.pack("f", exact))[0])
 
 
 def quantized_rows_reference(rows: torch.Tensor, group: int) -> torch.Tensor:

@@ -15,8 +15,16 @@ from ..models.published import published_config
 from ..moe.kernels.launches import MoEShapes, moe_launches
 from ..native.gpu import GpuTarget, Launch
 
-MODELS = ("mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "gpt-oss-120b", "glm-4.5")
 STEP_TOKENS = (1, 16, 256, 8192)
+# Published models, and formats in which their experts are held: that of the checkpoint, bf16, and others that fit.
+MODELS: dict[str, tuple[str, ...]] = {
+    "mixtral-8x7b": ("bf16", "int8 channel"),
+    "qwen3-30b-a3b": ("bf16", "fp8 128x128", "int4 32"),
+    "qwen3-235b-a22b": ("bf16", "fp8 128x128"),
+    "deepseek-v3": ("fp8 128x128", "int4 128"),
+    "gpt-oss-120b": ("mxfp4",),
+    "glm-4.5": ("bf16", "fp8 channel"),
+}
 
 
 class Use(NamedTuple):
@@ -29,8 +37,8 @@ class Use(NamedTuple):
 
 def published_launches(target: GpuTarget) -> Iterator[Use]:
     """Yield the launches of all models, the same machine code several times."""
-    for name in MODELS:
-        shapes = moe_shapes(published_config(name))
+    for name, formats in MODELS.items():
+        shapes = moe_shapes(published_config(name), formats)
         for num_tokens in STEP_TOKENS:
             for launch in moe_launches(shapes, num_tokens, target):
                 yield Use(name, num_tokens, launch)
@@ -39,7 +47,16 @@ def published_launches(target: GpuTarget) -> Iterator[Use]:
             yield Use(name, 1, launch)
 
 
-def moe_shapes(config: ModelConfig) -> MoEShapes:
-    """Return what the MoE kernels of a model depend on."""
-    assert config.moe is not None
-    return MoEShapes(width=config.hidden_size, top_k=config.moe.routing.top_k)
+def moe_shapes(config: ModelConfig, formats: tuple[str, ...]) -> MoEShapes:
+    """Return what the MoE kernels of a model depend on, with experts in each of `formats`."""
+    moe = config.moe
+    assert moe is not None
+    return MoEShapes(
+        width=config.hidden_size,
+        ffn_width=moe.expert_width,
+        routing=moe.routing,
+        has_selection_bias=moe.selection_bias,
+        activation=moe.activation,
+        has_biases=moe.expert_bias,
+        formats=formats,
+    )

@@ -59,8 +59,8 @@ def compile_launch(launch: Launch, target: GpuTarget) -> CompiledKernel:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        usage = parse_usage(_disassemble("-res-usage", file.name))
-        instructions = parse_instructions(_disassemble("-sass", file.name))
+        listing = _disassemble(file.name)
+    usage, instructions = parse_usage(listing), parse_instructions(listing)
     return CompiledKernel(**asdict(usage), shared_bytes=int(made.metadata.shared), **asdict(instructions))
 
 
@@ -99,8 +99,8 @@ def _sources(kernel: Any, seen: set[str]) -> set[Path]:
     return found
 
 
-def _disassemble(option: str, file: str) -> str:
+def _disassemble(file: str) -> str:
     from triton import knobs
 
-    tool = knobs.nvidia.cuobjdump.path
-    return subprocess.run([tool, option, file], check=True, capture_output=True, text=True).stdout
+    command = [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

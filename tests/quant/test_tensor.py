@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from moewe.quant import FP8_BLOCK, MXFP4_SCHEME, QuantScheme, QuantTensor, linear
+from moewe.quant import FP8_BLOCK, INT4_GROUP, INT8_BLOCK, MXFP4_SCHEME, QuantScheme, QuantTensor, linear
 from moewe.quant.reference import dequantize_reference, e2m1, e4m3, e8m0
 from tests.support.numerics import assert_same
+from tests.support.stored import stored
 
 DEEPSEEK = QuantScheme(kind=FP8_BLOCK, block=(128, 128))
 
@@ -97,6 +98,25 @@ def test_a_stack_is_selected_by_slot_and_dequantised_whole():
         assert one.shape == (8, 64) and one.data.data_ptr() == stack.data[slot].data_ptr()
         assert_same(one.dequantize(torch.bfloat16), whole[slot])
         assert_same(one.dequantize(torch.float32), dequantize_reference(one))
+
+
+@pytest.mark.parametrize("block", [(1, 96), (48, 96), (24, 40)])
+def test_int8_is_the_slow_one_bit_by_bit(block):
+    tensor = stored(QuantScheme(kind=INT8_BLOCK, block=block), 3, 48, 96, sections=2)
+    whole = tensor.dequantize(torch.float32)
+    for slot in range(3):
+        assert_same(whole[slot], dequantize_reference(tensor.select(slot)))
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_int4_is_the_slow_one_bit_by_bit(group, has_zeros):
+    tensor = stored(QuantScheme(kind=INT4_GROUP, block=(1, group)), 2, 6, 160, has_zeros=has_zeros)
+    whole = tensor.dequantize(torch.float32)
+    for slot in range(2):
+        assert_same(whole[slot], dequantize_reference(tensor.select(slot)))
+    groups = -(-160 // group)
+    assert tensor.num_bytes == 2 * 6 * (80 + groups * (2 + has_zeros))
 
 
 def test_bytes_are_exact():

@@ -43,6 +43,12 @@ RULES = {
     "norm_kernel": Rule(),
     "heads_kernel": Rule(),
     "latent_rows_kernel": Rule(),
+    "tiles_kernel": Rule(wide=False),
+    "streamed_kernel": Rule(tensor=True),
+    "persistent_kernel": Rule(tensor=True),
+    "route_kernel": Rule(wide=False),
+    "count_kernel": Rule(wide=False),
+    "place_kernel": Rule(wide=False),
 }
 
 

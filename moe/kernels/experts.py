@@ -1,0 +1,179 @@
+"""Gated FFNs of the experts of one rank on a GPU, over rows sorted by slot, without a look from the host at counts.
+
+Not routing and no weights of tokens: rows come out unweighted, rounded to their dtype. The reference is
+`grouped_ffn_reference`. Letters: M rows, R rows of the source, S slots of this rank, D width, F expert width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...native.gpu import GpuTarget, Launch
+from ..gated import SILU, Activation, ExpertWeights
+from .expert_tiles import ProductConfig, ProductSize, most_tiles, pick_config
+from .weights import Weights, kernel_weights
+
+_TILES_A_PROGRAM = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """What a product reads: [R, in], row numbers [M] i32 or None, and how its rows are cut into tiles."""
+
+    source: torch.Tensor
+    row_tokens: torch.Tensor | None
+    tiles: torch.Tensor
+    num_tiles: torch.Tensor
+
+    @property
+    def number(self) -> int:
+        return len(self.source if self.row_tokens is None else self.row_tokens)
+
+
+def triton_ffn(
+    x: torch.Tensor,
+    tokens_per_slot: torch.Tensor,
+    weights: ExpertWeights,
+    activation: Activation = SILU,
+    *,
+    target: GpuTarget,
+    row_tokens: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+) -> torch.Tensor:
+    """Run each row through the expert of its slot.
+
+    Args:
+        x: [R, D] where rows lie.
+        tokens_per_slot: [S] i64 on the device of `x`; sums to M at most: rows behind the last slot's stand for nothing.
+        weights: the experts of the S slots, in a format that `can_multiply` knows.
+        activation: between the two products.
+        target: the GPU.
+        row_tokens: [M] i32, which row of `x` each sorted one is; None: `x` holds just them, in order.
+        batch_invariant: the same tiles for every number of rows, so that a row's bits depend on that row alone.
+
+    Returns:
+        [M, D] in the dtype of `x`; what stands behind the last slot's rows is not written.
+    """
+    launches, out = ffn_launches(
+        x, tokens_per_slot, weights, activation, target=target, row_tokens=row_tokens, batch_invariant=batch_invariant
+    )
+    for launch in launches:
+        launch.run()
+    return out
+
+
+def can_multiply(weights: ExpertWeights, target: GpuTarget) -> bool:
+    """Return whether kernels read the formats of `weights`."""
+    parts = ((weights.w13, True), (weights.w2, False))
+    return all(kernel_weights(matrix, target, gated=gated) is not None for matrix, gated in parts)
+
+
+def ffn_launches(
+    x: torch.Tensor,
+    tokens_per_slot: torch.Tensor,
+    weights: ExpertWeights,
+    activation: Activation = SILU,
+    *,
+    target: GpuTarget,
+    row_tokens: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+) -> tuple[list[Launch], torch.Tensor]:
+    """Return the launches behind `triton_ffn`, in order, and where its result will stand."""
+    w13 = kernel_weights(weights.w13, target, gated=True)
+    w2 = kernel_weights(weights.w2, target, gated=False)
+    assert w13 is not None and w2 is not None, "no kernel reads experts of this format; ask can_multiply"
+    num_slots, width, ffn_width = weights.w2.shape
+    assert weights.w13.shape == (num_slots, 2 * ffn_width, width) and x.shape[1] == width, (x.shape, weights.w13.shape)
+    assert tokens_per_slot.shape == (num_slots,) and x.stride(1) == 1, (tokens_per_slot.shape, x.stride())
+    num_rows = len(x if row_tokens is None else row_tokens)
+    hidden, out = x.new_empty(num_rows, ffn_width), x.new_empty(num_rows, width)
+    if not num_rows or not num_slots:
+        return [], out
+
+    def config_of(part: Weights, outputs: int, inputs: int, *, gated: bool) -> ProductConfig:
+        size = ProductSize(
+            rows=num_rows, slots=num_slots, outputs=outputs, inputs=inputs, gated=gated, bits=part.bits,
+            scale_columns=part.scale_columns if part.scales_sums else 0,
+        )  # fmt: skip
+        return pick_config(size, target, batch_invariant=batch_invariant)
+
+    first = config_of(w13, ffn_width, width, gated=True)
+    second = config_of(w2, width, ffn_width, gated=False)
+    assert first.block_m == second.block_m, "both products walk over the same tiles of rows"
+    cut, tiles, num_tiles = _tiles_launch(tokens_per_slot, num_rows, first.block_m)
+    rows = _Rows(source=x, row_tokens=row_tokens, tiles=tiles, num_tiles=num_tiles)
+    again = _Rows(source=hidden, row_tokens=None, tiles=tiles, num_tiles=num_tiles)
+    return [
+        cut,
+        _product_launch(rows, w13, weights.b13, hidden, first, target, activation),
+        _product_launch(again, w2, weights.b2, out, second, target, None),
+    ], out
+
+
+def _tiles_launch(counts: torch.Tensor, num_rows: int, block_m: int) -> tuple[Launch, torch.Tensor, torch.Tensor]:
+    from .experts_triton import tiles_kernel
+
+    num_slots = len(counts)
+    max_tiles = most_tiles(num_rows, num_slots, block_m)
+    tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=counts.device)
+    num_tiles = torch.empty(1, dtype=torch.int32, device=counts.device)
+    launch = Launch(
+        kernel=tiles_kernel,
+        grid=(-(-max_tiles // _TILES_A_PROGRAM),),
+        arguments={
+            "counts": counts, "tiles": tiles, "num_tiles": num_tiles, "num_slots": num_slots, "max_tiles": max_tiles,
+        },
+        constants={
+            "BLOCK_M": block_m, "SLOTS": max(2, 1 << (num_slots - 1).bit_length()), "TILES": _TILES_A_PROGRAM,
+        },
+    )  # fmt: skip
+    return launch, tiles, num_tiles
+
+
+def _product_launch(
+    rows: _Rows,
+    weights: Weights,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    config: ProductConfig,
+    target: GpuTarget,
+    activation: Activation | None,
+) -> Launch:
+    """`activation` None: the second product."""
+    from .experts_triton import persistent_kernel, streamed_kernel
+
+    inputs, outputs = rows.source.shape[1], out.shape[1]
+    assert bias is None or bias.is_contiguous()
+    scales_shape = (1, 1) if weights.scales is None else weights.scales.shape[1:]
+    max_tiles, blocks = len(rows.tiles), -(-outputs // config.block_n)
+    constants: dict[str, int | bool | str] = {
+        "GATED": activation is not None,
+        "CLAMPED": activation is not None and activation.kind == "clamped",
+        "FORMAT": weights.format,
+        "FP8_BYTES": weights.fp8_bytes and weights.format == "e4m3",
+        "SCALE_ROWS": weights.scale_rows,
+        "SCALE_COLUMNS": weights.scale_columns,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "EVEN_K": inputs % config.block_k == 0,
+    }
+    if config.persistent:
+        constants["GROUP_M"] = config.group_m
+    return Launch(
+        kernel=persistent_kernel if config.persistent else streamed_kernel,
+        grid=(min(target.num_sms, max_tiles * blocks),) if config.persistent else (max_tiles, blocks),
+        arguments={
+            "x": rows.source, "row_tokens": rows.row_tokens, "data": weights.data, "scales": weights.scales,
+            "zeros": weights.zeros, "bias": bias, "out": out, "tiles": rows.tiles, "num_tiles": rows.num_tiles,
+            "inputs": inputs, "outputs": outputs, "x_stride": rows.source.stride(0),
+            "scale_rows": scales_shape[0], "scale_columns": scales_shape[1], "up_scales": weights.up_scales,
+            "alpha": SILU.alpha if activation is None else activation.alpha,
+            "limit": SILU.limit if activation is None else activation.limit,
+        },
+        constants=constants,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )  # fmt: skip

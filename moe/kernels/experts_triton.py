@@ -1,0 +1,188 @@
+"""Products of rows, sorted by expert, with the matrices of their experts, in Triton; experts.py launches them.
+
+Weights are the left operand, so that few rows fill a tensor-core instruction and decoded weights stay in registers: a
+tile of sums is [BLOCK_N outputs, BLOCK_M rows]. Letters: S slots, M rows, D width, F expert width.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...native.gpu.numbers_triton import product, rounded
+from .weights_triton import paired_tiles, weight_tile
+
+
+@triton.jit(do_not_specialize=["num_slots", "max_tiles"])
+def tiles_kernel(counts, tiles, num_tiles, num_slots, max_tiles, BLOCK_M: tl.constexpr, SLOTS: tl.constexpr,
+                 TILES: tl.constexpr):  # fmt: skip
+    """Cut the rows of each slot into tiles of BLOCK_M: (slot, first row, end of the slot's rows), slots without none.
+
+    `tiles` [max_tiles, 3]: what is behind the last one gets slot -1. Each program finds TILES of them.
+    """
+    slots = tl.arange(0, SLOTS)
+    rows = tl.load(counts + slots, mask=slots < num_slots, other=0).to(tl.int32)
+    tiles_of_slot = (rows + BLOCK_M - 1) // BLOCK_M
+    tile_ends = tl.cumsum(tiles_of_slot, 0)
+    total = tl.sum(tiles_of_slot, 0)
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    before = tile_ends[None, :] <= tile[:, None]  # [TILES, SLOTS] slots that end before this tile
+    slot = tl.sum(before.to(tl.int32), 1)
+    rows_before = tl.sum(tl.where(before, rows[None, :], 0), 1)
+    tiles_before = tl.sum(tl.where(before, tiles_of_slot[None, :], 0), 1)
+    own_rows = tl.sum(tl.where(slots[None, :] == slot[:, None], rows[None, :], 0), 1)
+    first = rows_before + (tile - tiles_before) * BLOCK_M
+    inside = tile < max_tiles
+    tl.store(tiles + tile * 3, tl.where(tile < total, slot, -1), mask=inside)
+    tl.store(tiles + tile * 3 + 1, first, mask=inside)
+    tl.store(tiles + tile * 3 + 2, rows_before + own_rows, mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(num_tiles, total)
+
+
+@triton.jit
+def expert_tile(
+    x, row_tokens, data, scales, zeros, bias, out, slot, first, end, block_n, inputs, outputs, x_stride,
+    scale_rows, scale_columns, up_scales, alpha, limit,
+    GATED: tl.constexpr, CLAMPED: tl.constexpr, FORMAT: tl.constexpr, FP8_BYTES: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """Compute BLOCK_N outputs of the rows [first, first + BLOCK_M) of `slot` that lie before `end`.
+
+    GATED: the matrix holds gates, then ups, `outputs` rows each; what comes out is activated. SCALE_COLUMNS: inputs
+    that share a scale, 0 where one scale of an output is of all inputs.
+    """
+    kind: tl.constexpr = x.dtype.element_ty
+    PAIRED: tl.constexpr = FORMAT == "int4" or FORMAT == "mxfp4"
+    SUM_SCALED: tl.constexpr = FORMAT == "e4m3" or FORMAT == "int8"
+    SECTIONS: tl.constexpr = 2 if GATED else 1
+    m = first + tl.arange(0, BLOCK_M)
+    present = m < end
+    row = tl.where(present, m, first).to(tl.int64)
+    if row_tokens is None:
+        source = row
+    else:
+        source = tl.load(row_tokens + row).to(tl.int64)
+    x_rows = x + source * x_stride
+    n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    output = tl.where(n < outputs, n, 0).to(tl.int64)  # beyond the last: computed, not stored, no mask in the loop
+    slot = slot.to(tl.int64)
+    row_size = (inputs // (2 if PAIRED else 1)).to(tl.int64)
+    data_rows = data + (slot * SECTIONS * outputs + output) * row_size
+    up_data = data_rows + outputs * row_size
+    scale_rows_here = scales
+    up_scale_rows = scales
+    zero_rows = zeros
+    up_zero_rows = zeros
+    if scales is not None:
+        at = (slot * scale_rows + output // SCALE_ROWS) * scale_columns
+        scale_rows_here = scales + at
+        up_scale_rows = scale_rows_here + up_scales * scale_columns
+        if zeros is not None:
+            zero_rows = zeros + at
+            up_zero_rows = zero_rows + up_scales * scale_columns
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up_total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, inputs, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        if PAIRED:
+            # [BLOCK_M, BLOCK_K], whose even and odd inputs meet the lower and upper four bits of bytes.
+            if EVEN_K:
+                both = tl.load(x_rows[:, None] + k[None, :], mask=present[:, None], other=0.0)
+            else:
+                both = tl.load(x_rows[:, None] + k[None, :], mask=present[:, None] & (k < inputs)[None, :], other=0.0)
+            x_even, x_odd = tl.split(tl.reshape(both, [BLOCK_M, BLOCK_K // 2, 2]))
+            even, odd = paired_tiles(data_rows, scale_rows_here, zero_rows, start, inputs, scale_columns, kind, FORMAT,
+                                     SCALE_COLUMNS, BLOCK_N, BLOCK_K, EVEN_K)  # fmt: skip
+            total = product(odd, tl.trans(x_odd), product(even, tl.trans(x_even), total))
+            if GATED:
+                even, odd = paired_tiles(up_data, up_scale_rows, up_zero_rows, start, inputs, scale_columns, kind,
+                                         FORMAT, SCALE_COLUMNS, BLOCK_N, BLOCK_K, EVEN_K)  # fmt: skip
+                up_total = product(odd, tl.trans(x_odd), product(even, tl.trans(x_even), up_total))
+        else:
+            if EVEN_K:
+                x_tile = tl.load(x_rows[None, :] + k[:, None], mask=present[None, :], other=0.0)
+            else:
+                x_tile = tl.load(x_rows[None, :] + k[:, None], mask=present[None, :] & (k < inputs)[:, None], other=0.0)
+            w_tile = weight_tile(data_rows, start, inputs, kind, FORMAT, FP8_BYTES, BLOCK_K, EVEN_K)
+            if SUM_SCALED and SCALE_COLUMNS > 0:
+                factor = tl.load(scale_rows_here + start // SCALE_COLUMNS)
+                total += product(w_tile, x_tile, tl.zeros([BLOCK_N, BLOCK_M], tl.float32)) * factor[:, None]
+            else:
+                total = product(w_tile, x_tile, total)
+            if GATED:
+                u_tile = weight_tile(up_data, start, inputs, kind, FORMAT, FP8_BYTES, BLOCK_K, EVEN_K)
+                if SUM_SCALED and SCALE_COLUMNS > 0:
+                    factor = tl.load(up_scale_rows + start // SCALE_COLUMNS)
+                    up_total += product(u_tile, x_tile, tl.zeros([BLOCK_N, BLOCK_M], tl.float32)) * factor[:, None]
+                else:
+                    up_total = product(u_tile, x_tile, up_total)
+    if SUM_SCALED and SCALE_COLUMNS == 0:
+        total = total * tl.load(scale_rows_here)[:, None]
+        if GATED:
+            up_total = up_total * tl.load(up_scale_rows)[:, None]
+    if bias is not None:
+        bias_rows = bias + slot * SECTIONS * outputs + output
+        total += tl.load(bias_rows).to(tl.float32)[:, None]
+        if GATED:
+            up_total += tl.load(bias_rows + outputs).to(tl.float32)[:, None]
+    if GATED:
+        if CLAMPED:
+            total = tl.where(total > limit, limit, total)  # keeps NaN, as tl.minimum need not
+            up_total = tl.where(up_total > limit, limit, up_total)
+            up_total = tl.where(up_total < -limit, -limit, up_total)
+            total = total * tl.sigmoid(alpha * total) * (up_total + 1.0)
+        else:
+            total = total * tl.sigmoid(total) * up_total
+    stored = present[None, :] & (n < outputs)[:, None]
+    tl.store(out + row[None, :] * outputs + n[:, None], rounded(total, kind), mask=stored)
+
+
+@triton.jit
+def streamed_kernel(
+    x, row_tokens, data, scales, zeros, bias, out, tiles, num_tiles, inputs, outputs, x_stride,
+    scale_rows, scale_columns, up_scales, alpha, limit,
+    GATED: tl.constexpr, CLAMPED: tl.constexpr, FORMAT: tl.constexpr, FP8_BYTES: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """A program a tile of rows and of outputs: weights stream through all multiprocessors, few rows meet them.
+
+    Tiles of one slot follow each other along the first axis of the grid, so that they find its weights in cache.
+    """
+    tile = tl.program_id(0)
+    slot = tl.load(tiles + tile * 3)
+    if slot >= 0:
+        first = tl.load(tiles + tile * 3 + 1)
+        end = tl.load(tiles + tile * 3 + 2)
+        expert_tile(x, row_tokens, data, scales, zeros, bias, out, slot, first, end, tl.program_id(1), inputs, outputs,
+                    x_stride, scale_rows, scale_columns, up_scales, alpha, limit, GATED, CLAMPED, FORMAT, FP8_BYTES,
+                    SCALE_ROWS, SCALE_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K)  # fmt: skip
+
+
+@triton.jit
+def persistent_kernel(
+    x, row_tokens, data, scales, zeros, bias, out, tiles, num_tiles, inputs, outputs, x_stride,
+    scale_rows, scale_columns, up_scales, alpha, limit,
+    GATED: tl.constexpr, CLAMPED: tl.constexpr, FORMAT: tl.constexpr, FP8_BYTES: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """As many programs as run at once walk over all tiles, GROUP_M tiles of rows for each tile of outputs.
+
+    So rows of a group and weights of a tile are met again while they are in the second-level cache.
+    """
+    rows_tiles = tl.load(num_tiles)
+    columns_tiles = tl.cdiv(outputs, BLOCK_N)
+    for number in range(tl.program_id(0), rows_tiles * columns_tiles, tl.num_programs(0)):
+        group = number // (GROUP_M * columns_tiles)
+        inside = number % (GROUP_M * columns_tiles)
+        height = tl.minimum(rows_tiles - group * GROUP_M, GROUP_M)
+        tile = group * GROUP_M + inside % height
+        slot = tl.load(tiles + tile * 3)
+        first = tl.load(tiles + tile * 3 + 1)
+        end = tl.load(tiles + tile * 3 + 2)
+        expert_tile(x, row_tokens, data, scales, zeros, bias, out, slot, first, end, inside // height, inputs, outputs,
+                    x_stride, scale_rows, scale_columns, up_scales, alpha, limit, GATED, CLAMPED, FORMAT, FP8_BYTES,
+                    SCALE_ROWS, SCALE_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K)  # fmt: skip

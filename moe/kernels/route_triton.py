@@ -1,0 +1,97 @@
+"""From router logits to experts and weights in Triton; route.py launches it.
+
+Not the router's matrix product. Letters: T tokens, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_NEVER = tl.constexpr(-(1 << 31))  # below the key of any number
+_OTHER_GROUP = tl.constexpr(-(1 << 31) + 1)
+
+
+@triton.jit
+def ordered(values):
+    """Return whole numbers that order as fp32 `values` do: NaN above all, -0 like 0."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)
+    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(values != values, 0x7FFFFFFF, keys)
+
+
+@triton.jit
+def first_of(keys, ids, LAST: tl.constexpr):
+    """Return the lowest of `ids` whose key is the largest, of tiles of two dims; LAST is above every id."""
+    best = tl.max(tl.max(keys, 1), 0)
+    return tl.min(tl.min(tl.where(keys == best, ids, LAST), 1), 0)
+
+
+@triton.jit
+def route_kernel(
+    logits, selection_bias, slot_of, expert_ids, weights, slot_ids, num_experts, min_weight_sum, scaling_factor, jitter,
+    SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, TOP_K: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, GROUP_SCORE: tl.constexpr, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    CHOICES: tl.constexpr,
+):  # fmt: skip
+    """One token: score, choose among the best groups, weigh, renormalise, scale, and look slots up.
+
+    Experts are a tile [GROUPS, GROUP_SIZE] (powers of two), a group a row; CHOICES is TOP_K or more, a power of two.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    size = num_experts // NUM_GROUPS
+    group = tl.arange(0, GROUPS)
+    place = tl.arange(0, GROUP_SIZE)
+    present = (group < NUM_GROUPS)[:, None] & (place < size)[None, :]
+    ids = group[:, None] * size + place[None, :]
+    row = tl.load(logits + token * num_experts + ids, mask=present, other=float("-inf")).to(tl.float32)
+    if SCORING == "sigmoid":
+        scores = tl.sigmoid(row)
+    elif SCORING == "softmax":
+        powers = tl.exp(row - tl.max(tl.max(row, 1), 0))
+        scores = powers / tl.sum(tl.sum(powers, 1), 0)
+    else:
+        scores = row
+    choice = row
+    worth_of = scores
+    if selection_bias is not None:
+        choice = scores + tl.load(selection_bias + ids, mask=present, other=0.0)
+        worth_of = choice
+    keys = tl.where(present, ordered(choice), _NEVER)
+    if TOP_GROUPS < NUM_GROUPS:
+        in_group = tl.where(present, worth_of, float("-inf"))
+        worth = tl.max(in_group, 1)
+        if GROUP_SCORE == "top2":
+            best_place = tl.min(tl.where(in_group == worth[:, None], place[None, :], GROUP_SIZE), 1)
+            others = tl.where(place[None, :] == best_place[:, None], float("-inf"), in_group)
+            worth = worth + tl.where(size > 1, tl.max(others, 1), 0.0)
+        group_keys = tl.where(group < NUM_GROUPS, ordered(worth), _NEVER)
+        chosen_groups = tl.zeros([GROUPS], tl.int32)
+        for _ in range(TOP_GROUPS):
+            best = tl.min(tl.where(group_keys == tl.max(group_keys, 0), group, GROUPS), 0)
+            chosen_groups = tl.where(group == best, 1, chosen_groups)
+            group_keys = tl.where(group == best, _NEVER, group_keys)
+        keys = tl.where((chosen_groups == 1)[:, None] | (keys == _NEVER), keys, _OTHER_GROUP)
+    k = tl.arange(0, CHOICES)
+    chosen_ids = tl.zeros([CHOICES], tl.int32)
+    chosen_weights = tl.zeros([CHOICES], tl.float32)
+    for number in range(TOP_K):
+        expert = first_of(keys, ids, GROUPS * GROUP_SIZE)
+        is_expert = (ids == expert) & present
+        weight = tl.sum(tl.sum(tl.where(is_expert, scores, 0.0), 1), 0)
+        if SCORING == "sparsemixer":
+            close = (weight - row <= 2.0 * jitter * tl.maximum(tl.abs(row), weight)) & (keys != _NEVER)
+            weight = 1.0 / tl.sum(tl.sum(tl.where(close, tl.exp(row - weight), 0.0), 1), 0)
+        keys = tl.where(is_expert, _NEVER, keys)
+        chosen_ids = tl.where(k == number, expert, chosen_ids)
+        chosen_weights = tl.where(k == number, weight, chosen_weights)
+    if RENORMALIZE:
+        total = tl.sum(chosen_weights, 0)
+        total = tl.where(total < min_weight_sum, min_weight_sum, total)
+        chosen_weights = chosen_weights / (total + 1e-20)  # so that scores that all underflowed do not divide by zero
+    chosen_weights = chosen_weights * scaling_factor
+    here = token * TOP_K + k
+    tl.store(expert_ids + here, chosen_ids, mask=k < TOP_K)
+    tl.store(weights + here, chosen_weights, mask=k < TOP_K)
+    if slot_of is not None:
+        tl.store(slot_ids + here, tl.load(slot_of + chosen_ids, mask=k < TOP_K, other=-1), mask=k < TOP_K)
