@@ -84,7 +84,7 @@ class Metrics(Collector):
         self._info = (version, model, topology)
         self._compat = compat
         self._price_per_hour = price_per_hour
-        self._began = time.monotonic()
+        self._began, self._began_at = time.monotonic(), time.time()
         self._energy = HostEnergy() if energy is None else energy
         self.ready = False
         self.totals = Totals()
@@ -206,6 +206,7 @@ class Metrics(Collector):
         values: dict[str, list[tuple[tuple[str, ...], float]]] = {
             "moewe_info": [(self._info, 1.0)],
             "moewe_ready": [((), float(self.ready))],
+            "moewe_start_time_seconds": [((), self._began_at)],
             "moewe_requests_finished_total": [((r,), self.totals.finished[r]) for r in REASONS],
             "moewe_request_errors_total": [((str(s),), n) for s, n in sorted(self.totals.errors.items())],
             "moewe_prompt_tokens_total": [((), self.totals.prompt_tokens)],

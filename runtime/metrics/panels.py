@@ -284,6 +284,9 @@ ALERTS = (
           "{{ $labels.instance }} is gone",
           "It was there within a day and cannot be scraped. Exit code 3 is a lost rank or engine, which the log names; "
           "a supervisor should have started it again."),
+    Alert("MoeweRestarts", "changes(moewe_start_time_seconds[30m]) > 2", "0m", "critical",
+          "{{ $labels.instance }} was started again and again",
+          "Each time its log ends with what was lost: a rank, an engine, or memory that the system took back."),
     Alert("MoeweErrors",
           'sum by (instance) (rate(moewe_requests_finished_total{reason="error"}[5m])) > '
           "0.01 * sum by (instance) (rate(moewe_requests_finished_total[5m]))", "5m", "critical",

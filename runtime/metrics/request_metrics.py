@@ -19,6 +19,11 @@ REQUEST_METRICS = (
         "Nothing. Where it is 0 for long, read the log: loading, draining, or an engine that is lost.",
     ),
     Metric(
+        "moewe_start_time_seconds", "gauge", (), "seconds",
+        "When this server process began, since 1970.",
+        "Nothing. Where it changes, the server was started again: a supervisor after a loss, or somebody.",
+    ),
+    Metric(
         "moewe_requests_finished_total", "counter", ("reason",), "requests",
         "Accepted prompts that ended: `stop` (end token or stop string), `length`, `abort` (client gone), `error`.",
         "`abort`: clients give up, see the latencies below. `error`: read the log. `length`: `max_tokens` or `--max-"

@@ -28,7 +28,8 @@ from tests.support.touched import Watched, counted_bytes, counted_flops
 
 HALVES, TWICE, FOURTHS = "EP2DP1[atp=2]", "EP4DP1[adp=2,atp=2]", "EP4DP1[atp=4]"
 TOPOLOGIES = ("EP1DP1", "EP2DP1", "EP4DP1", HALVES, TWICE, FOURTHS)
-REQUESTS = ((11, 5), (3, 2), (19, 3))  # tokens of a prompt, and of its answer
+Requests = tuple[tuple[int, int], ...]
+REQUESTS: Requests = ((11, 5), (3, 2), (19, 3))  # tokens of a prompt, and of its answer
 
 ALWAYS = {
     ("T-QW3", "EP1DP1"), ("T-MIX", "EP2DP1"), ("T-QW2", "EP4DP1"), ("T-DS3", TWICE), ("T-DS2", "EP1DP1"),
@@ -42,20 +43,20 @@ FAMILIES = [
 ]
 
 
-def run(group: Group) -> None:
-    for number, (prompt, answer) in enumerate(REQUESTS):
+def run(group: Group, requests: Requests = REQUESTS) -> None:
+    for number, (prompt, answer) in enumerate(requests):
         group.submit(str(number), random_prompt(prompt, seed=number), greedy(answer))
     group.run()
     group.submit("alone", random_prompt(5), greedy(4))  # all ranks but one have nothing
     group.run()
 
 
-def check(path: Path, setup: Setup) -> Watched:
+def check(path: Path, setup: Setup, requests: Requests = REQUESTS, *, preempts: bool = False) -> Watched:
     """Run twice, watched and not, and compare both with the long way."""
     with Group(path, setup) as plain, Group(path, setup) as other:
         watched = Watched(other)
-        run(plain)
-        run(other)
+        run(plain, requests)
+        run(other, requests)
         for rank in range(plain.num_ranks):
             expected_bytes, expected_flops = watched.bytes_of(rank), watched.flops_of(rank)
             for group in (plain, other):
@@ -69,7 +70,7 @@ def check(path: Path, setup: Setup) -> Watched:
                     phase: {name: expected_bytes[phase][name] for name in found} for phase, found in counted.items()
                 }
                 assert counted_flops(counters) == expected_flops
-        assert {"prefill", "decode", "mixed"} <= set(watched.phases()) and not plain.num_preemptions
+        assert {"prefill", "decode", "mixed"} <= set(watched.phases()) and bool(plain.num_preemptions) == preempts
         rows = np.array([[len(ran.positions) for ran in own] for own in watched.steps])
         assert plain.atp == plain.num_ranks or not (rows == 0).all(0).any(), "no step without rows was planned"
     return watched
@@ -119,6 +120,12 @@ def test_blocks_of_fp8(dtype: str, topology: str) -> None:
 def test_mxfp4(dtype: str, topology: str) -> None:
     path, _ = mxfp4_checkpoint("T-GOS")
     check(path, Setup(topology=topology, dtype=dtype, max_chunk_tokens=7, keep_logits=False))
+
+
+def test_preempted_requests() -> None:
+    """What was computed already and is computed again counts again."""
+    tight = Setup(num_blocks=9, block_size=4, max_chunk_tokens=7, keep_logits=False)
+    check(checkpoint("T-QW3"), tight, ((11, 12), (3, 12), (19, 12)), preempts=True)
 
 
 DOMAINS = [

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
+from moewe.runtime.metrics.export import Metrics
 from moewe.runtime.metrics.monitoring import alert_rules, dashboard, metrics_of, write_monitoring
 from moewe.runtime.metrics.panels import ALERTS, ROWS
 from moewe.runtime.metrics.table import BY_NAME
@@ -52,7 +54,8 @@ def test_every_metric_is_on_the_dashboard() -> None:
     shown = {
         name for _, row in ROWS for panel in row for expression, _ in panel.lines for name in metrics_of(expression)
     }
-    assert set(BY_NAME) - shown == {"moewe_info", "moewe_ready"}  # the list of servers, and alerts
+    # The list of servers, and alerts.
+    assert set(BY_NAME) - shown == {"moewe_info", "moewe_ready", "moewe_start_time_seconds"}
 
 
 def test_the_dashboard_is_a_document_of_grafana() -> None:
@@ -87,3 +90,14 @@ def test_files_are_written_and_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"file' cannot be written"):
         write_monitoring(tmp_path / "file")
+
+
+def test_a_server_that_began_anew_has_another_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_of(server: Metrics) -> float:
+        return scrape(server)["moewe_start_time_seconds", ()]
+
+    first = Metrics(version="1", model="m", topology="EP1DP1")
+    began = start_of(first)
+    assert began == start_of(first) and abs(began - time.time()) < 3600
+    monkeypatch.setattr(time, "time", lambda: began + 9.0)
+    assert start_of(Metrics(version="1", model="m", topology="EP1DP1")) == began + 9.0

@@ -77,8 +77,13 @@ class Watched:
 
     def _note_rows(self, rank: int, forward: Any, hidden: torch.Tensor, sequence_ids: np.ndarray) -> None:
         positions, sequences = forward.positions.tolist(), sequence_ids.tolist()
+        # Tokens of an answer that come several at a time were computed before a preemption: a prompt's, as it were.
         ends = [len(self.group.outcomes[self.group._owner[sequence]].prompt) for sequence in sequences]
-        num_prompt_rows = sum(position < end for position, end in zip(positions, ends, strict=True))
+        many = {sequence for sequence in sequences if sequences.count(sequence) > 1}
+        num_prompt_rows = sum(
+            position < end or sequence in many
+            for position, end, sequence in zip(positions, ends, sequences, strict=True)
+        )
         choices, self._chosen[rank] = self._chosen[rank], {}
         self.steps[rank].append(Ran(positions, sequences, num_prompt_rows, len(forward.sample_rows), choices))
 
