@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from moewe.moe.wide_ep.balancing import ExpertLoad, write_load
+from moewe.moe.wide_ep.balancing.replay import load_of
+from moewe.moe.wide_ep.placement import affinity_of, balanced_placement
+from moewe.runtime.options import engine_config
+from moewe.runtime.params import SamplingParams
 from moewe.runtime.plan import pack
+from moewe.runtime.recording import record_routing
+from moewe.telemetry import SCOPES
 from tests.runtime.test_placements import skewed
 from tests.support.comparison import compare_runs
 from tests.support.fixtures import checkpoint, random_prompt
@@ -61,6 +67,34 @@ def test_a_placement_by_the_load_that_comes_is_more_even() -> None:
             fullest.append(float((by_rank.max(0) / by_rank.mean(0)).mean()))
             load = pack(group.rows_per_expert(), "<i8")
     assert fullest[1] < fullest[0], fullest
+
+
+@pytest.mark.slow
+def test_counted_bytes_between_domains_fall_where_a_trace_tells_pairs() -> None:
+    """Few different tokens: whatever chose two experts before chooses both again. Recorded, placed, served, counted."""
+    path, topology = checkpoint("T-QW3"), "EP4DP1[domains=2+2]"
+    rng = np.random.default_rng(2)
+    prompts = [rng.choice([5, 17, 60, 91], 60).tolist() for _ in range(8)]
+    num_experts = skewed().shape[1]
+    options = {"model": "T-QW3", "path": str(path), "skip_tokenizer_init": True, "num_blocks": 256, "dtype": "float32"}
+    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    load = load_of(record_routing(engine_config(options), prompts, params, most_tokens=10_000))
+    affinity = [affinity_of(pairs, num_experts) for pairs in load.together]
+    placed = balanced_placement(load.total, num_redundant=0, domains=(0, 0, 1, 1), affinity=affinity)
+    crossing = []
+    for slots in (b"", pack(placed.physical_to_logical, "<i4")):
+        setup = Setup(topology=topology, eplb_load=pack(load.total, "<i8"), eplb_slots=slots, keep_logits=False)
+        with Group(path, setup) as group:
+            run_all(group, prompts)
+            between = SCOPES.index("between")
+            crossing.append(sum(int(worker.counters.exchange_bytes[between]) for worker in group.workers))
+    assert 0 < crossing[1] < crossing[0], crossing
+
+
+def run_all(group: Group, prompts: list[list[int]]) -> None:
+    for i, prompt in enumerate(prompts):
+        group.submit(str(i), prompt, greedy(2))
+    group.run()
 
 
 @pytest.mark.spawn

@@ -38,6 +38,7 @@ class Setup:
         exchange, exchange_payload, overlap: as the options.
         eplb: as the option; with `auto` a `Group` can `move` experts.
         eplb_load: by which experts are placed, [MoE layers, experts] i64 as bytes; empty places them evenly.
+        eplb_slots: where they stand, [MoE layers, slots] i32 as bytes, if that does not follow from the load alone.
     """
 
     topology: str = "EP1DP1"
@@ -61,6 +62,7 @@ class Setup:
     overlap: str = "auto"
     eplb: str = "off"
     eplb_load: bytes = b""
+    eplb_slots: bytes = b""
 
     def engine_config(self, checkpoint: Path) -> EngineConfig:
         """Return the resolved configuration that a worker gets."""
@@ -82,6 +84,7 @@ class Setup:
                 overlap=self.overlap,
                 eplb=self.eplb,
                 eplb_load=self.eplb_load,
+                eplb_slots=self.eplb_slots,
             ),
             cache=CacheOptions(
                 block_size=self.block_size, num_blocks=self.num_blocks, kv_cache_dtype=self.kv_cache_dtype
