@@ -36,8 +36,9 @@ REDUNDANT = 0.25  # of the experts
 # An expert of 4096 x 1536 in bf16, on ranks that share a host; a transfer at some 10 GB/s, as from the page cache.
 SIZE = ExpertSize(expert_bytes=6 * 4096 * 1536, row_bytes=8192, flops=6 * 4096 * 1536)
 OPTIONS = PolicyOptions(transfer_s=0.004, horizon_steps=100)
-# GPUs are through with the tokens of a window in a millisecond: theirs are that many times as long.
-GPU_TIMES = 16
+# GPUs are through with the tokens of a window in a millisecond: theirs are that many times as long, and a minute has
+# the steps of some sixty such layers.
+GPU_TIMES, GPU_STEPS = 16, 700
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +95,10 @@ def measure(case: Case, num_domains: int) -> dict[str, float]:
     start = first_placement(
         case.ids.shape[0], case.num_experts, num_redundant=round(case.num_experts * REDUNDANT), domains=domains
     )
-    ceilings, token = GPU_CEILINGS, TokenRows(top_k=case.ids.shape[2], together=num_domains > 1)
+    ceilings, options = GPU_CEILINGS, replace(OPTIONS, horizon_steps=GPU_STEPS)
+    token = TokenRows(top_k=case.ids.shape[2], together=num_domains > 1)
     if num_domains == 1:
+        options = OPTIONS
         ceilings = replace(
             HOST_CEILINGS,
             memory_bandwidth=HOST_CEILINGS.memory_bandwidth / case.width,
@@ -103,7 +106,7 @@ def measure(case: Case, num_domains: int) -> dict[str, float]:
         )
     model = LayerCost(SIZE, ceilings, start.slot_ranges, domains, token=token)
     windows = windows_of(case, 1 if num_domains == 1 else GPU_TIMES)
-    result = simulate(start, windows, model=model, options=OPTIONS)
+    result = simulate(start, windows, model=model, options=options)
     judged = total_load(windows[-1])
     found = {
         "seconds_off": result.off_seconds,
