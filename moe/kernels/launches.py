@@ -108,5 +108,10 @@ def moe_launches(shapes: MoEShapes, num_tokens: int, target: GpuTarget) -> Itera
             x, permuted.tokens_per_slot, experts, shapes.activation, target=target, row_tokens=permuted.row_tokens
         )
         yield from launches
+        if format_name == PLAIN:
+            yield from ffn_launches(
+                x, permuted.tokens_per_slot, experts, shapes.activation, target=target,
+                row_tokens=permuted.row_tokens, batch_invariant=True,
+            )[0]  # fmt: skip
     yield combine_launch(rows, chosen.topk_weights, permuted.rows, residual=residual)[0]
     yield combine_launch(rows, chosen.topk_weights, permuted.rows)[0]

@@ -47,6 +47,19 @@ def test_a_hash_covers_the_kernels_that_a_kernel_calls() -> None:
     assert source_hash(kernels["combine_kernel"]) != source_hash(numbers_triton.rounded)
 
 
+@pytest.mark.parametrize("package", ["moe", "attention", "models"])
+def test_every_operation_has_launches_and_a_test(package: str) -> None:
+    """`<op>_triton.py` stands beside `<op>.py`, which has a test; what is used by other bodies alone has neither."""
+    folder = ROOT / package / "kernels"
+    bodies = {path.name.removesuffix("_triton.py") for path in folder.glob("*_triton.py")}
+    helpers = {op for op in bodies for path in folder.glob("*_triton.py") if f"from .{op}_triton" in path.read_text()}
+    tests = "".join(path.read_text() for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
+    assert bodies > helpers
+    for operation in sorted(bodies - helpers):
+        assert (folder / f"{operation}.py").exists(), operation
+        assert f"from moewe.{package}.kernels.{operation} import" in tests, operation
+
+
 @pytest.mark.slow
 def test_a_sample_compiles_to_what_is_recorded() -> None:
     """One launch of each kernel, for a target that depends on its source; any version of Triton keeps the rules."""
