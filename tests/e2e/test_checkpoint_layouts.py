@@ -83,9 +83,8 @@ print(report.bytes_held, status("VmHWM") - before)
 
 
 @pytest.mark.spawn
-@pytest.mark.parametrize(
-    "stacked", [pytest.param(False, marks=pytest.mark.slow, id="single"), pytest.param(True, id="stacked")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stacked", [False, True], ids=["single", "stacked"])
 def test_the_peak_of_a_loading_rank_is_far_below_all_experts(stacked):
     path = checkpoint("T-QW3", stacked=stacked, moe_intermediate_size=8192)
     experts = sum(tensor.nbytes for name, tensor in read_tensors(path).items() if ".experts." in name)

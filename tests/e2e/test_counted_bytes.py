@@ -32,8 +32,8 @@ Requests = tuple[tuple[int, int], ...]
 REQUESTS: Requests = ((11, 5), (3, 2), (19, 3))  # tokens of a prompt, and of its answer
 
 ALWAYS = {
-    ("T-QW3", "EP1DP1"), ("T-MIX", "EP2DP1"), ("T-QW2", "EP4DP1"), ("T-DS3", TWICE), ("T-DS2", "EP1DP1"),
-    ("T-GOS", HALVES), ("T-GOS", "EP4DP1"), ("T-LL4", "EP2DP1"), ("T-OLM", FOURTHS), ("T-LLA", "EP1DP1"),
+    ("T-QW3", "EP1DP1"), ("T-MIX", "EP2DP1"), ("T-DS3", TWICE), ("T-DS2", "EP1DP1"),
+    ("T-GOS", HALVES), ("T-LL4", "EP2DP1"), ("T-OLM", FOURTHS), ("T-LLA", "EP1DP1"),
 }  # fmt: skip
 # Half of all topologies for each family, with divided heads and without, turn by turn.
 SPREAD = {(name, topology) for i, name in enumerate(MOE_FIXTURES) for topology in TOPOLOGIES[i % 2 :: 2]}

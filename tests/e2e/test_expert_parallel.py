@@ -16,6 +16,7 @@ from tests.support.fixtures import (
     random_prompt,
 )
 from tests.support.harness import Group, generate, greedy
+from tests.support.matrix import UNLIKE
 from tests.support.setups import Setup
 from tests.support.steered import steered
 
@@ -23,7 +24,9 @@ ONE_RANK = Setup()
 TOPOLOGIES = ("EP2DP1", "EP4DP1", "EP2DP2", "EP4DP2")
 ALWAYS = ("T-QW3", "T-DS3", "T-GOS")  # in every topology; the others in two of them, turn by turn
 SPREAD = [
-    pytest.param(name, topology, marks=() if name == ALWAYS[0] or turn % 4 == i else pytest.mark.slow)
+    pytest.param(
+        name, topology, marks=() if name == ALWAYS[0] or (turn % 4 == i and name in UNLIKE) else pytest.mark.slow
+    )
     for turn, name in enumerate(MOE_FIXTURES)
     for i, topology in enumerate(TOPOLOGIES)
     if name in ALWAYS or turn % 2 == i % 2

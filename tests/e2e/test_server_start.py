@@ -43,7 +43,13 @@ def without_head() -> tuple[Path, tuple[str, ...]]:
     )
 
 
-@pytest.mark.parametrize("damaged", [without_shard, without_head])  # P-LOAD-03, P-LOAD-02
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        pytest.param(without_shard, id="P-LOAD-03"),
+        pytest.param(without_head, marks=pytest.mark.slow, id="P-LOAD-02"),
+    ],
+)
 def test_an_incomplete_checkpoint_is_refused_before_any_process(damaged: object) -> None:
     folder, named = damaged()  # type: ignore[operator]
     code, out, err, took = serve(folder, "--skip-tokenizer-init")

@@ -72,7 +72,8 @@ def wait_gone(pids, seconds=10.0):
         ("EP1DP1", "threads"),
         ("EP2DP1", "threads"),
         ("EP2DP1[atp=2]", "threads"),
-        pytest.param("EP2DP1", "processes", marks=pytest.mark.spawn),
+        # tests/moewe/test_llm_real.py has two processes in every run
+        pytest.param("EP2DP1", "processes", marks=[pytest.mark.spawn, pytest.mark.slow]),
         pytest.param("EP2DP1[atp=2]", "processes", marks=[pytest.mark.spawn, pytest.mark.slow]),
         pytest.param("EP2DP2", "processes", marks=[pytest.mark.spawn, pytest.mark.slow]),
     ],
