@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
+from ...attention.batch import AttentionOptions
+from ...attention.kernels.attend import attention_launches
 from ...attention.kernels.heads import heads_launch
 from ...attention.kernels.latent import LatentSteps, latent_launch
+from ...attention.kernels.step import GpuStep
 from ...attention.native_heads import HeadSteps
 from ...kvcache.storage import KVStorage
 from ...native.gpu import GpuTarget, Launch
@@ -35,6 +39,9 @@ def layer_launches(config: ModelConfig, num_tokens: int, target: GpuTarget) -> I
         storage = KVStorage(groups, num_blocks=1, block_size=_BLOCK_SIZE, device="meta")
         for group in groups:
             yield from _row_launches(config, storage, group.layers[0], num_tokens, target)
+            # Compiling these takes most of the time, and tiles of one byte differ only in how they become numbers.
+            if not held.is_scaled:
+                yield from _attention_launches(config, storage, group.layers[0], target)
 
 
 def _row_launches(
@@ -49,6 +56,16 @@ def _row_launches(
     qkv = _rows(num_tokens, (steps.num_heads + 2 * steps.num_kv_heads) * steps.head_dim)
     both = (angles, angles) if steps.rotary_dim else None
     yield heads_launch(steps, storage.pages(layer), qkv, slots, both, target=target)[0]
+
+
+def _attention_launches(config: ModelConfig, storage: KVStorage, layer: int, target: GpuTarget) -> Iterator[Launch]:
+    """Of one row behind a few tokens, and of a run of two."""
+    group = storage.groups[storage.group_of(layer)]
+    step = GpuStep(np.array([[0, 1, 9, 0], [1, 2, 9, 1]]), np.zeros(2, np.int32), 1, torch.device("meta"))
+    sinks = torch.empty(config.num_heads, device="meta") if config.sinks else None
+    options = AttentionOptions(config.attention_scale, config.score_cap, sinks)
+    q, out = (_rows(3, config.num_heads, width) for width in (group.head_dim, group.value_dim))
+    yield from attention_launches(q, out, storage, layer, step, options, target)
 
 
 def head_steps(config: ModelConfig, layer: int) -> HeadSteps:

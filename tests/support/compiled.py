@@ -49,6 +49,9 @@ RULES = {
     "route_kernel": Rule(wide=False),
     "count_kernel": Rule(wide=False),
     "place_kernel": Rule(wide=False),
+    "decode_kernel": Rule(tensor=True, stack_bytes=8),  # one value of a thread, written and read by one instruction
+    "combine_splits_kernel": Rule(),
+    "prefill_kernel": Rule(tensor=True),
 }
 
 
