@@ -80,7 +80,9 @@ def test_no_load_loses_more_than_the_bound(seed: int, domains: str, together: bo
 
 
 @pytest.mark.parametrize(
-    ("between", "together"), [(1e8, False), (1e6, True)], ids=["fast link, rows", "slow link, copies"]
+    ("between", "together"),
+    [(1e8, False), pytest.param(1e6, True, marks=pytest.mark.slow)],
+    ids=["fast link, rows", "slow link, copies"],
 )
 def test_an_adversary_who_sees_where_experts_stand_takes_no_more_than_is_allowed(
     between: float, together: bool
