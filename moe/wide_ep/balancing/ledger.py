@@ -16,7 +16,7 @@ from ..placement.record import ExpertPlacement
 from .expected import rows_by_origin
 from .load_steps import LoadSteps, total_steps
 from .policy import Decision, Move, PolicyOptions, choose_moves
-from .way_back import CHOICES_PER_RANK, Exposure, LayerModel, Stand, WayBack
+from .way_back import FEW_CHOICES, MORE_CHOICES, Exposure, LayerModel, Stand, WayBack
 
 # Windows that have to agree before anything moves.
 WINDOWS = 3
@@ -134,6 +134,7 @@ class Planner:
                 options=options,
                 budget_s=budget_s,
                 reserve=lambda stands: self._back.most_lost({**self._stands, **stands}, exposure),
+                choices=MORE_CHOICES if self.ledger.realised_s > self.ledger.spent_s else FEW_CHOICES,
                 turn=self._turn,
             )
             self._turn = 0 if decision.moves else self._turn + 1
@@ -183,9 +184,7 @@ class Planner:
         changed = np.argwhere(slots != now.physical_to_logical).tolist()
         return Decision(
             moves=tuple(Move(layer=layer, slot=slot, expert=int(slots[layer, slot])) for layer, slot in changed),
-            placement=now.with_layers(
-                slots, load, sorted(stage.layer for stage in first), moves_per_rank=CHOICES_PER_RANK
-            ),
+            placement=now.with_layers(slots, load, sorted(stage.layer for stage in first), moves_per_rank=FEW_CHOICES),
             transfer_s=len(changed) * exposure.transfer_s,
             saved_s=0.0,
             takes_back=True,

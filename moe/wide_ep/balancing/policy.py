@@ -17,7 +17,7 @@ from ..placement.record import ExpertPlacement
 from .candidates import Change, LayerSlots, into_domains, off_fullest
 from .expected import expected_rows, rows_by_origin
 from .load_steps import LoadSteps, total_load, total_steps
-from .way_back import CHOICES_PER_RANK, LayerModel, Stand, chosen_slots
+from .way_back import FEW_CHOICES, LayerModel, Stand, chosen_slots
 
 # Seconds that have to be in reserve where some layers would stand so.
 Reserve = Callable[[Mapping[int, Stand]], float]
@@ -91,6 +91,7 @@ def choose_moves(
     options: PolicyOptions,
     budget_s: float = np.inf,
     reserve: Reserve = lambda stands: 0.0,
+    choices: int = FEW_CHOICES,
     turn: int = 0,
 ) -> Decision:
     """Return the moves that pay; none where nothing does. Layers are looked at that have most to win, first of all.
@@ -104,6 +105,7 @@ def choose_moves(
         options: when a move pays.
         budget_s: what transfers and what is in reserve may come to together.
         reserve: what has to be in reserve where the layers that are changed stand so.
+        choices: between replicas that a layer may change off its fullest ranks, times ranks.
         turn: decisions in a row that found nothing: each looks at other layers.
     """
     if len(windows) < 2 or any(total_steps(window) < 1 for window in windows):
@@ -119,7 +121,7 @@ def choose_moves(
     moves: list[Move] = []
     transfer_s = saved_s = 0.0
     for number in promising.tolist():
-        layer = _Layer(placement, number, windows, model, options)
+        layer = _Layer(placement, number, windows, model, options, choices)
         while len(moves) < options.max_moves:
             for action in layer.paying(slots[number], most=options.max_moves - len(moves)):
                 after_s = transfer_s + action.transfer_s
@@ -135,7 +137,7 @@ def choose_moves(
     if not moves:
         return Decision(moves=(), placement=placement, transfer_s=0.0, saved_s=0.0)
     layers = sorted({move.layer for move in moves})
-    after = placement.with_layers(slots, newest, layers, moves_per_rank=CHOICES_PER_RANK)
+    after = placement.with_layers(slots, newest, layers, moves_per_rank=choices)
     return Decision(moves=tuple(moves), placement=after, transfer_s=len(moves) * options.transfer_s, saved_s=saved_s)
 
 
@@ -168,8 +170,9 @@ class _Layer:
         windows: Sequence[LoadSteps],
         model: LayerModel,
         options: PolicyOptions,
+        choices: int,
     ) -> None:
-        self.number, self._model, self._options = number, model, options
+        self.number, self._model, self._options, self._choices = number, model, options, choices
         self._placement, self._newest = placement, total_load(windows[-1])[number]
         self._spans_domains = bool(np.ptp(placement.rank_domain))
         # Of each window its phases: rows of experts in one step by their origin [W, E], and steps.
@@ -215,7 +218,7 @@ class _Layer:
 
     def _chosen(self, slots: np.ndarray) -> np.ndarray:
         """Return the slot of each rank for each expert, [W, E]; replicas are shared out by the newest load."""
-        return chosen_slots(self._placement, slots, self._newest)
+        return chosen_slots(self._placement, slots, self._newest, self._choices)
 
     def _step_seconds(self, chosen: np.ndarray) -> np.ndarray:
         """Return the mean seconds of a step in each window."""

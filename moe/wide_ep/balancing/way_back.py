@@ -17,8 +17,9 @@ from ..placement.quotas import choose_replicas
 from ..placement.record import ExpertPlacement
 
 _MOST_KNOWN = 4096
-# Choices between replicas that a layer may change off its fullest ranks, times ranks (placement/quotas.py).
-CHOICES_PER_RANK = 1
+# Choices between replicas that a layer may change off its fullest ranks, times ranks (placement/quotas.py): until moves
+# have won something, and after. The fewer, the less may be lost; the first few bring most of it.
+FEW_CHOICES, MORE_CHOICES = 1, 3
 
 
 class LayerModel(Protocol):
@@ -154,10 +155,12 @@ class WayBack:
         return self._known[key]
 
 
-def chosen_slots(placement: ExpertPlacement, slots: np.ndarray, load: np.ndarray) -> np.ndarray:
+def chosen_slots(
+    placement: ExpertPlacement, slots: np.ndarray, load: np.ndarray, choices: int = FEW_CHOICES
+) -> np.ndarray:
     """Return the slot of each rank for each expert: [W, E], of the expert of each slot [P] and rows of experts [E]."""
     where = replicas_of(slots, placement.num_experts)
-    return choose_replicas(where, placement.slot_rank, placement.rank_domain, load, moves_per_rank=CHOICES_PER_RANK)
+    return choose_replicas(where, placement.slot_rank, placement.rank_domain, load, moves_per_rank=choices)
 
 
 def replicas_of(slots: np.ndarray, num_experts: int) -> np.ndarray:
