@@ -14,6 +14,7 @@ from ..models.kernels.launches import layer_launches
 from ..models.published import published_config
 from ..moe.kernels.launches import MoEShapes, moe_launches
 from ..native.gpu import GpuTarget, Launch
+from .ranks.kernels.launches import sampling_launches
 
 STEP_TOKENS = (1, 16, 256, 8192)
 # Published models, and formats in which their experts are held: that of the checkpoint, bf16, and others that fit.
@@ -38,12 +39,13 @@ class Use(NamedTuple):
 def published_launches(target: GpuTarget) -> Iterator[Use]:
     """Yield the launches of all models, the same machine code several times."""
     for name, formats in MODELS.items():
-        shapes = moe_shapes(published_config(name), formats)
+        config = published_config(name)
+        shapes = moe_shapes(config, formats)
         for num_tokens in STEP_TOKENS:
             for launch in moe_launches(shapes, num_tokens, target):
                 yield Use(name, num_tokens, launch)
         # The size of a step changes the grids of these, not their code.
-        for launch in layer_launches(published_config(name), 1, target):
+        for launch in (*layer_launches(config, 1, target), *sampling_launches(config.vocab_size)):
             yield Use(name, 1, launch)
 
 

@@ -129,6 +129,7 @@ MAY_IMPORT_TORCH = {
     "runtime/worker.py",
     "runtime/worker_main.py",
     "runtime/ranks/choice.py",
+    "runtime/ranks/kernels/launches.py",
     "runtime/ranks/kernels/rows.py",
     "runtime/ranks/logit_edits.py",
     "runtime/ranks/logprobs.py",

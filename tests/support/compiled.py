@@ -52,6 +52,9 @@ RULES = {
     "decode_kernel": Rule(tensor=True, stack_bytes=8),  # one value of a thread, written and read by one instruction
     "combine_splits_kernel": Rule(),
     "prefill_kernel": Rule(tensor=True),
+    "scan_kernel": Rule(),
+    "logprobs_kernel": Rule(),
+    "draw_kernel": Rule(),
 }
 
 
