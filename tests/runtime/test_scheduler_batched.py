@@ -167,6 +167,13 @@ def test_sequences_that_fit_anywhere_are_placed_together_as_one_after_another(se
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+def test_blocks_of_many_lengths_are_those_of_each(shape: str) -> None:
+    config = config_of(shape)
+    lengths = np.arange(1, config.max_model_len + 1)
+    assert config.needs_of(lengths).T.tolist() == [list(config.group_needs(length)) for length in lengths.tolist()]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_both_ways_of_placing_give_the_same_plans(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def plans() -> list:
         config, rng = config_of(shape), random.Random(shape)
