@@ -19,6 +19,9 @@ from .records import Calibration, Candidate, Facts, Observation, PhaseSeen
 
 # What one window may make of the model: beyond that something else is wrong.
 _EXCHANGE_SCALES, _MOST_WAIT = (0.01, 20.0), 3.0
+# What kernels may take over what bytes and operations explain. On a CPU one native call runs all layers, so what is
+# left is kernels that read slower than a plain loop (a quarter of its rate, decision 029); on a GPU it is launches.
+_MOST_PRODUCTS = {"cpu": 5.0, "cuda": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,7 @@ def rank_layouts(facts: Facts, seen: Observation) -> Ranking:
     assert seen.num_steps > 0, "nothing ran"
     here = parse_topology(facts.topology)
     own = _parts(facts, seen, here)
-    calibration = _calibrate(seen, own)
+    calibration = _calibrate(seen, own, facts.machine.exchange.device)
     current = _candidate(facts, here, own, own, calibration)
     found, excluded = [current], []
     for topology in _others(facts, here):
@@ -114,7 +117,9 @@ def _phase_parts(facts: Facts, seen: Observation, topology: Topology, phase: Pha
     ceilings = machine.rank_ceilings(topology.num_ranks)
     rows = here.num_ranks * topology.atp / (topology.num_ranks * here.atp)  # of a rank, over those that it has now
     routed = phase.routed_bytes * _ratio(now, then, "expert_bytes")
-    held = 0.0 if seen.is_cached else 1.0 / ceilings.memory_bandwidth
+    held = (
+        1.0 / ceilings.memory_bandwidth
+    )  # of a cache, too, bytes take their time; the scale of products says how much
     others = phase.weight_bytes * _ratio(now, then, "shared_bytes") + phase.kv_bytes * _ratio(now, then, "kv_bytes")
     if facts.experts is not None:
         # Ranks of a host share its memory and cores: with fewer of them each is faster.
@@ -142,12 +147,12 @@ def _ratio(now: StepCost, then: StepCost, name: str) -> float:
     return float(getattr(then, name) / here) if here > 0 else 1.0
 
 
-def _calibrate(seen: Observation, own: _Parts) -> Calibration:
+def _calibrate(seen: Observation, own: _Parts, device: str) -> Calibration:
     steps = seen.num_steps
     busy, host = (sum(p.steps * getattr(p, name) for p in seen.phases) / steps for name in ("busy_s", "host_s"))
     link, wait = min(seen.link_s / steps, busy), min(seen.wait_s / steps, busy)
     kernels = max(0.0, busy - link - wait - host)
-    products = min(1.0, kernels / own.products_s) if own.products_s > 0 else 1.0
+    products = min(_MOST_PRODUCTS.get(device, 1.0), kernels / own.products_s) if own.products_s > 0 else 1.0
     least, most = _EXCHANGE_SCALES
     scale = min(most, max(least, link / own.exchange_s)) if own.exchange_s > 0 and link > 0 else 1.0
     waiting = min(_MOST_WAIT, wait / own.wait_s) if own.wait_s > 0 else 1.0
@@ -155,7 +160,7 @@ def _calibrate(seen: Observation, own: _Parts) -> Calibration:
         observed_s=link + wait + kernels + host,
         predicted_s=own.products_s + own.exchange_s + own.wait_s,
         products=products,
-        rest_s=max(0.0, kernels - own.products_s),
+        rest_s=max(0.0, kernels - products * own.products_s),
         exchange=scale,
         wait=waiting,
         meet_s=max(0.0, link + wait - scale * own.exchange_s - waiting * own.wait_s),

@@ -184,7 +184,7 @@ class Calibration:
     Attributes:
         observed_s: of a step of the window's mix.
         predicted_s: of the same by figures measured at the start alone.
-        products: what reading and multiplying takes, over what the model says; at most 1.
+        products: what reading and multiplying takes, over what the model says.
         rest_s: of a step, what it does not explain: launches and small operations.
         exchange: exchanges over what was measured at the start.
         wait: waiting for fuller ranks over what popularity explains.

@@ -14,6 +14,7 @@ from moewe.topologies.advisor.forecast import forecast, link_figure
 from moewe.topologies.advisor.ranking import rank_layouts
 from moewe.topologies.advisor.records import AdviceError, Facts, Observation, PhaseSeen
 from moewe.topologies.cost import Ceilings, Link, Workload
+from moewe.topologies.exchange_choice import ExchangeFacts
 from moewe.topologies.exchange_cost import ExchangeCost, LayoutLink
 from tests.topologies.test_budget import GIB, MODEL
 
@@ -99,7 +100,10 @@ def test_what_was_observed_scales_what_was_measured_at_the_start() -> None:
     assert late.here.step_s == pytest.approx(late.calibration.observed_s, rel=1e-9)
     alone = next(one for one in late.candidates if one.topology.startswith("EP1"))
     assert late.calibration.meet_s > 0.1 and alone.gain > same.candidates[-1].gain, "alone, nobody comes late"
-    assert same.calibration.rest_s == pytest.approx(1e-3, rel=1e-6) and same.here.gain == 0.0
+    assert same.calibration.rest_s == 0.0 and same.calibration.products > 1 and same.here.gain == 0.0
+    on_gpus = replace(known, machine=replace(known.machine, exchange=ExchangeFacts(device="cuda")))
+    launches = rank_layouts(on_gpus, window(on_gpus)).calibration
+    assert launches.rest_s == pytest.approx(1e-3, rel=1e-6) and launches.products == 1.0
 
 
 def test_advice_does_not_flap() -> None:
