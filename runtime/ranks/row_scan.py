@@ -1,4 +1,5 @@
-"""The best place of rows of logits, and which rows hold only finite numbers: natively on a CPU, else with torch.
+"""The best place of rows of logits, and which rows hold only finite numbers: in one launch on a GPU, natively on a CPU
+that has kernels, else with torch.
 
 Not sampling (sampler.py). Shapes: N rows, V numbers a row.
 """
@@ -30,6 +31,8 @@ class _ScanArgs(ctypes.Structure):
 
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
     """Return where the largest number of each row of [N, V] stands, the first of equal ones: [N] i64. V > 0."""
+    if on_gpu(logits):
+        return _scan_on_gpu(logits)[0]
     if not _is_native(logits):
         return logits.argmax(-1)
     best = torch.empty(logits.shape[0], dtype=torch.int64)
@@ -39,11 +42,24 @@ def best_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 def finite_rows(values: torch.Tensor) -> torch.Tensor:
     """Return which rows of [N, V] hold only finite numbers, [N] bool."""
+    if on_gpu(values):
+        return _scan_on_gpu(values)[1]
     if not _is_native(values):
         return torch.isfinite(values).all(-1)
     finite = torch.empty(values.shape[0], dtype=torch.bool)
     _scan(values, finite=finite)
     return finite
+
+
+def on_gpu(values: torch.Tensor) -> bool:
+    """Tell whether Triton's kernels take these rows."""
+    return values.is_cuda and values.shape[1] > 0
+
+
+def _scan_on_gpu(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    from .kernels.rows import triton_scan
+
+    return triton_scan(values.contiguous())
 
 
 def _is_native(values: torch.Tensor) -> bool:
@@ -75,7 +91,10 @@ class RowScanner:
     def __call__(self, values: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return `best_tokens` [N] i64 and `finite_rows` [N] bool of `values` [N, V], V > 0."""
         if not _is_native(values):
-            return values.argmax(-1).cpu().numpy(), torch.isfinite(values).all(-1).cpu().numpy()
+            best, finite = (
+                _scan_on_gpu(values) if on_gpu(values) else (values.argmax(-1), torch.isfinite(values).all(-1))
+            )
+            return best.cpu().numpy(), finite.cpu().numpy()
         args, (num, width) = self._args, values.shape
         if num != len(self._best):
             self._best, self._finite = np.empty(num, np.int64), np.empty(num, np.bool_)

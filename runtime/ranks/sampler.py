@@ -7,6 +7,7 @@ Shapes: N rows, V vocabulary; logits [N, V] f32; per-row settings are numpy [N].
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from .native_draw import can_draw_natively, draw_natively
 from .randomness import uniform
-from .row_scan import best_tokens
+from .row_scan import best_tokens, on_gpu
 
 # A nucleus rarely holds more tokens than this; where it does, the row's whole vocabulary is sorted.
 _NUM_CANDIDATES = 1024
@@ -61,9 +62,17 @@ def sample(logits: torch.Tensor, rows: SamplingRows, best: torch.Tensor | None =
     chance = np.flatnonzero(~rows.greedy)
     if chance.size:
         index = torch.from_numpy(chance).to(logits.device)
-        draw = draw_natively if can_draw_natively(logits) else _draw
-        tokens[index] = draw(logits if chance.size == len(tokens) else logits[index], rows.take(chance))
+        tokens[index] = _drawing(logits)(logits if chance.size == len(tokens) else logits[index], rows.take(chance))
     return tokens
+
+
+def _drawing(logits: torch.Tensor) -> Callable[[torch.Tensor, SamplingRows], torch.Tensor]:
+    """Return what draws by chance where these logits lie."""
+    if on_gpu(logits):
+        from .kernels.rows import triton_draw
+
+        return triton_draw
+    return draw_natively if can_draw_natively(logits) else _draw
 
 
 def _draw(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:

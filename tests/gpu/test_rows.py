@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moewe.runtime.ranks import sampler_reference
+from moewe.runtime.ranks import row_scan, sampler, sampler_reference
 from moewe.runtime.ranks.kernels import rows as kernels
 from moewe.runtime.ranks.kernels.rows import triton_draw, triton_logprobs, triton_scan
 from moewe.runtime.ranks.randomness import uniform
@@ -109,3 +109,15 @@ def test_log_probabilities_and_ranks_of_tokens(narrow) -> None:
     expected = rows.log_softmax(-1).clamp(min=-9999.0).gather(1, tokens[:, None])[:, 0]
     assert_within(chosen, expected, LOGPROBS)
     assert_same(ranks, (rows >= rows.gather(1, tokens[:, None])).sum(-1))
+
+
+def test_logits_on_a_gpu_go_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, rows = torch.randn(2, 12), settings_of(2, ["plain"])
+    rows.greedy[0] = True
+    expected = [int(logits[0].argmax()), triton_draw(logits, rows)[1].item()]
+    for module in (row_scan, sampler):
+        monkeypatch.setattr(module, "on_gpu", lambda values: True)
+    monkeypatch.setattr(row_scan, "_is_native", lambda values: False)
+    assert sampler.sample(logits, rows).tolist() == expected
+    best, finite = row_scan.RowScanner()(logits)
+    assert best.tolist() == logits.argmax(-1).tolist() and finite.all() and row_scan.finite_rows(logits).all()
