@@ -37,6 +37,7 @@ def serve(side: str, args: argparse.Namespace) -> Session:
         "model": args.model,
         "topology": args.topology,
         "eplb": side,
+        "overlap": "off",  # each side would choose by links that it measured in another moment
         "skip_tokenizer_init": True,
         "max_model_len": args.prompt_tokens + args.new_tokens,
         "max_num_seqs": args.requests,
