@@ -6,7 +6,7 @@ Units: seconds; gains are tokens/s over those of the layout that runs, less 1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..spec import parse_topology
 from . import reasons
@@ -23,7 +23,7 @@ class Rules:
         margin: least gain of a layout that is advised, over that which runs and over that advised so far.
         keep: an advice stands while its gain is at least this.
         least_steps: of a window that says something.
-        idle_share: a rank with more of its time idle gains nothing from faster steps.
+        idle_share: a rank with more of its time idle gains nothing from faster steps, as in a window without steps.
         horizon_s: the work lost by a change must come back within this.
         most_shown: candidates of an advice, beside the layout that runs.
     """
@@ -52,21 +52,25 @@ class Advisor:
         self._standing = ""  # the layout that is advised
         self._challenger = ""  # the one that may take its place; the layout that runs stands for none
         self._streak = 0
+        self._change: Advice | None = None  # what was last said for the layout that is advised
 
     def observe(self, seen: Observation) -> Advice:
         """Return the advice after one more window."""
         self._number += 1
-        if seen.num_steps < self.rules.least_steps:
-            return self._too_few(seen)
+        idle, is_short = seen.shares.get("idle", 0.0), seen.num_steps < self.rules.least_steps
+        is_idle = seen.num_steps == 0 or idle > self.rules.idle_share
+        if is_idle or is_short:
+            ran = f"{seen.num_steps:.0f} steps in {seen.seconds:.0f} s"
+            return self._not_judged(seen, is_idle, ran if is_short else f"ranks are idle {idle:.0%} of the time")
         self._judged += 1
         ranking = rank_layouts(self.facts, seen)
         self._weigh(ranking)
         if self._standing:
             found = next(one for one in ranking.candidates if one.topology == self._standing)
-            return self._advice(seen, ranking, CHANGE, found, reasons.change(self.facts, seen, found, ranking))
+            why = reasons.change(self.facts, seen, found, ranking)
+            self._change = self._advice(seen, ranking, CHANGE, found, why)
+            return self._change
         best = ranking.candidates[0]
-        if (idle := seen.shares.get("idle", 0.0)) > self.rules.idle_share:
-            return self._advice(seen, ranking, IDLE, best, f"nothing to gain: ranks are idle {idle:.0%} of the time")
         if self._judged < self.rules.windows or self._streak:
             why = f"{reasons.what_ran(self.facts, seen)}; watching, window {self._judged}"
             if self._streak:
@@ -118,13 +122,24 @@ class Advisor:
         wider = [one for one in ranking.candidates if parse_topology(one.topology).ep > ep and is_held(one)]
         return wider[0] if wider else None
 
-    def _too_few(self, seen: Observation) -> Advice:
-        """Return what is said of a window with too few steps to be judged."""
-        is_idle = seen.num_steps == 0 or seen.shares.get("idle", 0.0) > self.rules.idle_share
-        what = "nothing to gain" if is_idle else "too little to judge by"
+    def _not_judged(self, seen: Observation, is_idle: bool, what: str) -> Advice:
+        """Return what is said of a window with nothing to gain, or too few steps to tell; no layout wins in it."""
+        if self._standing and is_idle:
+            self._challenge(self.facts.topology)
+        else:
+            self._challenger, self._streak = "", 0
+        if self._standing:
+            assert self._change is not None, "the window in which it won was judged"
+            why = f"{what}; the advice stands for now: {self._change.reason}"
+            return replace(self._change, number=self._number, time=seen.time, reason=why)
+        verdict, why = (IDLE, "nothing to gain") if is_idle else (OBSERVING, "too little to judge by")
+        reason = f"{why}: {what}"
+        if seen.num_steps >= self.rules.least_steps:
+            ranking = rank_layouts(self.facts, seen)
+            return self._advice(seen, ranking, verdict, ranking.candidates[0], reason)
         return Advice(
-            number=self._number, time=seen.time, topology=self.facts.topology, verdict=IDLE if is_idle else OBSERVING,
-            advised=self.facts.topology, gain=0.0, reason=f"{what}: {seen.num_steps:.0f} steps in {seen.seconds:.0f} s",
+            number=self._number, time=seen.time, topology=self.facts.topology, verdict=verdict,
+            advised=self.facts.topology, gain=0.0, reason=reason,
         )  # fmt: skip
 
     def _advice(self, seen: Observation, ranking: Ranking, verdict: str, best: Candidate, reason: str) -> Advice:
