@@ -104,5 +104,5 @@ def setting_of(asked: Asked, topology: Topology) -> Setting:
         popularity=asked.popularity,
         overlap=asked.overlap,
         constants=MEASURED if asked.hardware.is_shared else CONSTANTS,
-        link=asked.link,
+        link=asked.link(topology),
     )

@@ -22,16 +22,18 @@ from ...moe.wide_ep.balancing.load_file import read_load
 from ...native.bandwidth import measure_read_bandwidth
 from ...native.matrix_rate import measure_matrix_rate
 from ...runtime.known_links import recall
-from ...topologies.exchange_cost import ExchangeCost
+from ...topologies.advisor.forecast import link_figure
+from ...topologies.exchange_cost import ExchangeCost, LayoutLink
 from ...topologies.hardware import available_memory_bytes, host_cores, host_memory_bytes
 from ...topologies.layout import Layout, load_layout
-from ...topologies.machine import HOST_CEILINGS
+from ...topologies.machine import HOST_CEILINGS, Machine
 from ...topologies.planner.architecture import Architecture
 from ...topologies.planner.hardware import LOCAL, Hardware, load_hardware, local_host
 from ...topologies.planner.pools import CHUNK, UTILIZATION
 from ...topologies.planner.routing import Popularity, measured, parse_popularity
 from ...topologies.planner.search import Targets
 from ...topologies.planner.serving import Workload, parse_workload
+from ...topologies.spec import Topology
 
 DEFAULT_HARDWARE = "h200"
 MOST_GPUS = 4096
@@ -46,7 +48,6 @@ class Asked:
         models: by format of weights, the model in it.
         checked: where its facts are from, in words.
         hardware, workload, popularity: see there.
-        link: what an exchange takes on this host, as ranks measured it when they last started; None: not known.
         layout: pools by name; None searches all of `num_gpus`.
         num_gpus: that there are; 0 where a layout says it.
         targets: of a search.
@@ -54,6 +55,7 @@ class Asked:
         chunk: rows of prompts in a step on an attention replica.
         utilization: of a device's memory.
         price, watts: of a device; None where nobody says it.
+        links: what exchanges of layouts took on this host, as ranks measured them; none where it is another machine.
     """
 
     models: dict[str, Architecture]
@@ -69,12 +71,27 @@ class Asked:
     utilization: float
     price: float | None
     watts: float | None
-    link: ExchangeCost | None = None
+    links: tuple[LayoutLink, ...] = ()
 
     @property
     def model(self) -> Architecture:
         """The model in the first format."""
         return next(iter(self.models.values()))
+
+    def link(self, topology: Topology) -> ExchangeCost | None:
+        """Return what was measured of the exchange of `topology`, else of its nearest width; None where nothing was."""
+        if not self.links:
+            return None
+        host = Machine(
+            num_devices=self.hardware.domain_size,
+            memory_bytes=int(self.hardware.memory_bytes),
+            domain_size=self.hardware.domain_size,
+            ceilings=HOST_CEILINGS,
+            is_shared=True,
+            links=self.links,
+        )
+        figure = link_figure(host, topology)
+        return None if figure is None else figure.cost
 
 
 def read_asked(tool: Mapping[str, Any]) -> Asked:
@@ -99,7 +116,6 @@ def read_asked(tool: Mapping[str, Any]) -> Asked:
     for flag in ("price", "power"):
         if flag in tool:
             _check(f"--{flag}", tool[flag], 1e-6, 1e6)
-    measured = recall("cpu") if key == LOCAL else ()  # the newest last
     return Asked(
         models=models,
         checked=checked,
@@ -114,7 +130,7 @@ def read_asked(tool: Mapping[str, Any]) -> Asked:
         utilization=utilization,
         price=tool.get("price"),
         watts=tool.get("power", hardware.power_watts or None),
-        link=measured[-1].cost if measured else None,
+        links=recall("cpu") if key == LOCAL else (),
     )
 
 

@@ -32,6 +32,8 @@ def plan_record(asked: Asked, pools: dict[str, Planned], served: Served) -> dict
 def given_record(asked: Asked) -> dict[str, Any]:
     """Return what was asked: model, machine and workload."""
     footprint, workload = asked.model.footprint, asked.workload
+    pools = asked.layout.pools.values() if asked.layout is not None else ()
+    links = dict.fromkeys(str(link) for topology in pools if (link := asked.link(topology)) is not None)
     return {
         "model": {
             "name": footprint.name,
@@ -42,7 +44,7 @@ def given_record(asked: Asked) -> dict[str, Any]:
             "kv_bytes_per_token": sum(group.bytes_per_token for group in footprint.kv_groups),
         },
         "hardware": hardware_record(asked.hardware),
-        "measured_exchange": None if asked.link is None else str(asked.link),
+        "measured_exchange": "; ".join(links) or None,
         "workload": {
             "isl": workload.isl,
             "osl": workload.osl,

@@ -88,11 +88,11 @@ def test_a_recorded_load_makes_ranks_uneven(capfd: pytest.CaptureFixture[str], t
     assert code == 1 and "num_layers=32, but the model has 48" in err
 
 
-def test_this_host_takes_for_an_exchange_what_its_ranks_measured_last(
+def test_this_host_takes_for_an_exchange_what_was_measured_of_that_layout(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known: list[LayoutLink] = []
-    monkeypatch.setattr(inputs, "recall", {"cpu": known}.get)
+    monkeypatch.setattr(inputs, "recall", lambda device: tuple(known) if device == "cpu" else ())
     host = local_host(cores=4, memory_bytes=1e10, memory_bandwidth=1e10, bf16_flops=1e12, int8_flops=0.0)
     monkeypatch.setattr(inputs, "local_hardware", lambda: host)
     words = (str(checkpoint("T-MIX")), "--topology", "EP2DP1", "--hardware", "local", "--workload", "isl=16,osl=16")
@@ -100,13 +100,15 @@ def test_this_host_takes_for_an_exchange_what_its_ranks_measured_last(
     assert before["measured_exchange"] is None
     cost = ExchangeCost(name="shm", fixed_s=0.25, within_s=1e-9, between_s=0.0)
     known += [
-        LayoutLink(topology=of, cost=each) for of, each in (("EP4DP1", replace(cost, fixed_s=9.0)), ("EP2DP1", cost))
-    ]
+        LayoutLink(topology=of, cost=each) for of, each in (("EP2DP1", cost), ("EP4DP1", replace(cost, fixed_s=9.0)))
+    ]  # the newest is of another layout
     after = record(capfd, *words)
     parts = {part["name"]: part["seconds"] for part in after["decode_step"]["parts"]}
     layers = load_config(checkpoint("T-MIX")).num_layers
     assert parts["exchange"] == pytest.approx(0.25 * layers, rel=1e-3)
     assert after["measured_exchange"].startswith("shm takes 250.00 ms a layer")
+    wider = record(capfd, words[0], "--topology", "EP4DP1", *words[3:])
+    assert wider["measured_exchange"].startswith("shm takes 9000.00 ms a layer")
 
 
 def test_pools_for_prompts_and_for_decoding(capfd: pytest.CaptureFixture[str]) -> None:
