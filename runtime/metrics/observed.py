@@ -30,10 +30,11 @@ class ObservedWindow:
         topology: of the layout.
         block_size: tokens of a KV block.
         now: seconds of a monotonic clock.
+        widest: ranks of the widest group that the machine has places for, whichever runs.
     """
 
-    def __init__(self, topology: Topology, block_size: int, now: float) -> None:
-        self._topology, self._block_size = topology, block_size
+    def __init__(self, topology: Topology, block_size: int, now: float, *, widest: int) -> None:
+        self._topology, self._block_size, self._widest = topology, block_size, widest
         self._begin(now)
 
     def _begin(self, now: float, counters: Mapping[int, list[RankCounters]] | None = None) -> None:
@@ -68,7 +69,7 @@ class ObservedWindow:
         ]
         gained = [ranks for ranks in gained if ranks]
         shares = _shares(replicas)
-        popularity, imbalances = _popularity(loads, self._topology)
+        popularity, imbalances = _popularity(loads, self._widest)
         seen = Observation(
             time=time,
             seconds=max(0.0, now - self._began),
@@ -164,14 +165,14 @@ def _shares(replicas: Mapping[int, ReplicaMetrics]) -> dict[str, float]:
     return {name: float(sum(verdict.shares[name] for verdict in verdicts)) / len(verdicts) for name in BOUNDS}
 
 
-def _popularity(loads: np.ndarray, topology: Topology) -> tuple[tuple[float, ...], tuple[tuple[int, float], ...]]:
+def _popularity(loads: np.ndarray, widest: int) -> tuple[tuple[float, ...], tuple[tuple[int, float], ...]]:
     """Return parts of all choices, largest first, and how full the fullest rank of each width is, experts in order."""
     loads = loads[loads.sum(axis=1) > 0] if loads.size else loads
     if not loads.size:
         return (), ()
     parts = np.sort(loads / loads.sum(axis=1, keepdims=True), axis=1)[:, ::-1].mean(axis=0)
     chances = np.asarray(measured(loads).shares)
-    widths = range(2, min(topology.num_ranks, loads.shape[1]) + 1)
+    widths = range(2, min(widest, loads.shape[1]) + 1)
     return (
         tuple(round(float(part), _DIGITS) for part in parts),
         tuple((ranks, round(max(1.0, placed_imbalance(chances, ranks)), _DIGITS)) for ranks in widths),

@@ -56,7 +56,8 @@ class Advising:
         """Watch a layout from now on, of which every replica is ready."""
         facts = self._facts(resolved, ready, start_s)
         self._advisor = Advisor(facts)
-        self._window = ObservedWindow(parse_topology(facts.topology), ready[0].block_size, time.monotonic())
+        topology, widest = parse_topology(facts.topology), facts.machine.num_devices
+        self._window = ObservedWindow(topology, ready[0].block_size, time.monotonic(), widest=widest)
         self._state.advice = None
         self._write(FactsLine(version=VERSION, facts=facts))
 

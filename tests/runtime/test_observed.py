@@ -41,7 +41,7 @@ def replicas(steps: int, number: int = 2) -> dict[int, ReplicaMetrics]:
 
 
 def test_a_window_is_what_came_after_the_one_before() -> None:
-    window = ObservedWindow(parse_topology("EP2DP2"), 16, now=10.0)
+    window = ObservedWindow(parse_topology("EP2DP2"), 16, now=10.0, widest=4)
     loads = np.array([[1.0, 3.0], [2.0, 2.0]])
     first = window.end(replicas(4), loads, 40.0, 1e9)
     window.sample(replicas(4))
@@ -61,8 +61,15 @@ def test_a_window_is_what_came_after_the_one_before() -> None:
     assert msgspec.json.decode(msgspec.json.encode(seen), type=Observation) == seen
 
 
+def test_widths_that_do_not_run_are_seen_to_be_uneven_too() -> None:
+    """A host of 6 cores that runs two ranks may run four; models have experts for no more."""
+    window = ObservedWindow(parse_topology("EP2DP1"), 16, now=0.0, widest=6)
+    seen = window.end(replicas(10, 1), np.array([[5.0, 1.0, 1.0, 1.0]]), 30.0, 1e9)
+    assert dict(seen.imbalances) == {2: 1.5, 3: 2.25, 4: 2.5}
+
+
 def test_ranks_that_began_anew_count_from_their_beginning() -> None:
-    window = ObservedWindow(parse_topology("EP2DP1"), 16, now=0.0)
+    window = ObservedWindow(parse_topology("EP2DP1"), 16, now=0.0, widest=2)
     window.end(replicas(50, 1), np.zeros((0, 0)), 30.0, 1e9)
     seen = window.end(replicas(20, 1), np.zeros((0, 0)), 60.0, 1e9)
     assert seen.num_steps == 20 and seen.popularity == ()
