@@ -83,7 +83,7 @@ def server_options(http: dict[str, Any]) -> ServerOptions:
         if compat not in STYLES:
             raise ValueError(f"--metrics-compat {compat!r} is not known; use {' or '.join(STYLES)}")
     if (log_file := values.get("advice_log")) is not None:
-        from ..http.advising import check_log
+        from ..http.advice_log import check_log
 
         check_log(log_file)
     if (exporter := values.get("dcgm_url")) is not None:

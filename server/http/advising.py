@@ -1,7 +1,7 @@
 """Watches what a server does, asks the advisor after each window, and writes down what was told and said.
 
-Not the advisor (topologies/advisor/) and not the counting (runtime/metrics/observed.py). Runs in the event loop, but
-for the look at all layouts, which is in a thread. Units: seconds.
+Not the advisor (topologies/advisor/), not the counting (runtime/metrics/observed.py) and not the file (advice_log.py).
+Runs in the event loop, but for the look at all layouts, which is in a thread. Units: seconds.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from ...runtime.advice_facts import advisor_facts
 from ...runtime.messages import Ready
@@ -17,27 +16,14 @@ from ...runtime.metrics.observed import ObservedWindow
 from ...runtime.resolve import Resolved
 from ...topologies.advisor.advisor import Advisor
 from ...topologies.advisor.records import CHANGE, Advice, Facts
-from ...topologies.advisor.trace import VERSION, AppliedLine, FactsLine, Line, WindowLine, encode
+from ...topologies.advisor.trace import VERSION, AppliedLine, FactsLine, WindowLine
 from ...topologies.spec import parse_topology
 from ..intake.token_ids import in_thread
 from ..state import ServerState
+from .advice_log import AdviceLog
 from .topology_view import expert_loads
 
 log = logging.getLogger(__name__)
-
-
-def check_log(path: str) -> None:
-    """Refuse a log that cannot be written, before anything is loaded.
-
-    Raises:
-        ValueError: names the flag and the file.
-    """
-    try:
-        with Path(path).open("ab"):
-            pass
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"--advice-log {path!r} cannot be written: {why}; name a file in a folder of yours") from None
 
 
 class Advising:
@@ -49,6 +35,7 @@ class Advising:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
+        self._log = AdviceLog(state.options.advice_log)
         self._advisor: Advisor | None = None
         self._window: ObservedWindow | None = None
 
@@ -59,7 +46,7 @@ class Advising:
         topology, widest = parse_topology(facts.topology), facts.machine.num_devices
         self._window = ObservedWindow(topology, ready[0].block_size, time.monotonic(), widest=widest)
         self._state.advice = None
-        self._write(FactsLine(version=VERSION, facts=facts))
+        self._log.write(FactsLine(version=VERSION, facts=facts))
 
     def _facts(self, resolved: Resolved, ready: Sequence[Ready], start_s: float) -> Facts:
         replica = self._state.metrics.replicas.get(0)
@@ -88,11 +75,11 @@ class Advising:
         if advisor is not self._advisor:
             return  # another layout runs by now
         self._tell(advice)
-        self._write(WindowLine(seen=seen, advice=advice))
+        self._log.write(WindowLine(seen=seen, advice=advice))
 
     def applied(self, line: AppliedLine) -> None:
         """Write down that the layout was changed, or was to be."""
-        self._write(line)
+        self._log.write(line)
 
     def _tell(self, advice: Advice) -> None:
         before = self._state.advice
@@ -101,14 +88,3 @@ class Advising:
         if before is None or (before.verdict, before.advised) != (advice.verdict, advice.advised):
             to = f" to {parse_topology(advice.advised).short()}" if advice.verdict == CHANGE else ""
             log.info("advice: %s%s: %s", advice.verdict, to, advice.reason)
-
-    def _write(self, line: Line) -> None:
-        """Add a line to the log, as far as it can be written: advice is given all the same."""
-        path = self._state.options.advice_log
-        if path is None:
-            return
-        try:
-            with Path(path).open("ab") as file:
-                file.write(encode(line))
-        except OSError as error:
-            log.warning("advice is not written to %s: %s", path, error.strerror)

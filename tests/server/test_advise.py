@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from moewe.server.http.advising import Advising
 from moewe.server.state import ServerState
 from moewe.topologies.advisor.advisor import Advisor
 from moewe.topologies.advisor.records import Advice, AdviceError
-from moewe.topologies.advisor.trace import WindowLine, encode, read_trace
+from moewe.topologies.advisor.trace import WindowLine, encode, read_trace, replay
 from tests.runtime.test_observed import replicas
 from tests.server.test_top import Pages, small_server
 from tests.support.asking import fake, get
@@ -73,6 +74,29 @@ def test_an_advisor_that_fails_is_silent_from_then_on(state: ServerState, monkey
     asyncio.run(advising.turn(advising._window._began + 31))  # type: ignore[union-attr]
     assert state.advice is None and advising._window is None
     asyncio.run(advising.turn(0.0))
+
+
+def test_a_full_disk_and_a_killed_server_leave_a_log_that_replays(
+    state: ServerState, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Advising, "_facts", lambda *_: facts(INSIDE, [SHM, crossing(1e-3, "")]))
+    path = Path(state.options.advice_log or "")
+    path.write_bytes(b'\n{"record":"window","se')
+    advising = Advising(state)
+    advising.begin(None, state.ready, 10.0)  # type: ignore[arg-type]
+    began, size = advising._window._began, path.stat().st_size  # type: ignore[union-attr]
+    state.metrics.replicas = replicas(40)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, limits[1]))
+    try:
+        asyncio.run(advising.turn(began + 31))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.stat().st_size == size + 100 and "advice is not written" in caplog.text
+    asyncio.run(advising.turn(began + 62))
+    again = list(replay(path, read_trace(path)))
+    assert [one.line for one in again] == [4, 5] and all(one.is_same for one in again)
+    assert "line 2 was not written to its end" in caplog.messages[-1]
 
 
 def test_a_log_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:

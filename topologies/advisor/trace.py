@@ -2,11 +2,12 @@
 
 Not the advisor. A line is `facts` (a layout begins to run), `window` (an observation and the advice after it), or
 `applied` (a change was asked for, and how it ended). Replaying the first two gives the same advice again. A log comes
-from a file and is checked like one: wrong lines are refused with their number.
+from a file and is checked like one: wrong lines are refused with their number, those that nobody ended are left out.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ import msgspec
 
 from .advisor import Advisor
 from .records import Advice, AdviceError, Facts, Observation
+
+log = logging.getLogger(__name__)
 
 VERSION = 1
 MOST_LINE_BYTES, MOST_LINES = 4 << 20, 10_000_000
@@ -74,7 +77,7 @@ def encode(line: Line) -> bytes:
 
 
 def read_trace(path: Path) -> Iterator[tuple[int, Line]]:
-    """Yield (number from 1, line) of a log.
+    """Yield (number from 1, line) of a log; a line that was cut short is left out with a warning, but the first.
 
     Raises:
         AdviceError: names the file and the line.
@@ -87,17 +90,23 @@ def read_trace(path: Path) -> Iterator[tuple[int, Line]]:
                     return
                 if len(content) > MOST_LINE_BYTES:
                     raise AdviceError(f"{path} line {number} is longer than {MOST_LINE_BYTES >> 20} MiB; is it a log?")
-                if content.strip():
-                    yield number, _decoded(path, number, content)
+                if content.strip() and (line := _decoded(path, number, content)) is not None:
+                    yield number, line
     except OSError as error:
         raise AdviceError(f"{path} cannot be read: {error.strerror}; name a log of --advice-log") from None
 
 
-def _decoded(path: Path, number: int, content: bytes) -> Line:
+def _decoded(path: Path, number: int, content: bytes) -> Line | None:
     try:
         line = _DECODER.decode(content)
     except (ValueError, RecursionError) as error:  # msgspec's own among them
-        raise AdviceError(f"{path} line {number} is no line of an advice log: {' '.join(str(error).split())}") from None
+        why = " ".join(str(error).split())
+        # No JSON at all: a disk was full, or a server was killed while it wrote. JSON of another kind is no log.
+        is_json = not isinstance(error, msgspec.DecodeError) or isinstance(error, msgspec.ValidationError)
+        if number > 1 and not is_json:
+            log.warning("%s line %d was not written to its end and is left out: %s", path, number, why)
+            return None
+        raise AdviceError(f"{path} line {number} is no line of an advice log: {why}") from None
     if isinstance(line, FactsLine) and line.version != VERSION:
         raise AdviceError(f"{path} line {number} has version={line.version}; this version reads {VERSION}")
     return line

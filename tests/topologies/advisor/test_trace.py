@@ -44,6 +44,17 @@ def test_a_log_replays_to_the_same_advice(tmp_path: Path) -> None:
     assert [one.is_same for one in replay(path, read_trace(path))].count(False) >= 1
 
 
+def test_a_line_that_was_cut_short_is_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "advice.jsonl"
+    verdicts = written(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole + encode(WindowLine(seen=window(KNOWN)))[:200] + b"\n" + whole)  # the next server went on
+    again = list(replay(path, read_trace(path)))
+    assert [one.advice.verdict for one in again] == verdicts * 2 and all(one.is_same for one in again)
+    (warning,) = caplog.messages
+    assert f"line {len(whole.splitlines()) + 1} was not written to its end" in warning
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [
