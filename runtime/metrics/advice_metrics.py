@@ -15,7 +15,7 @@ ADVICE_METRICS: tuple[Metric, ...] = (
     Metric(
         "moewe_advice", "gauge", ("verdict",), "1",
         f"1 for what the advisor says of the layout: {', '.join(VERDICTS)}.",
-        "`change`: see /v1/topology/advice for the layout and why, and `moewe advise --apply`.",
+        "`change`: see /v1/topology/advice for the layout and why, and `moewe apply`.",
     ),
     Metric(
         "moewe_advice_windows_total", "counter", ("verdict",), "windows",
