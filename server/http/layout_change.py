@@ -183,13 +183,14 @@ class LayoutChanger:
         if new is None:
             new = self._new = self._start_set(resolved, len(turn.new))
             new.attach(asyncio.get_running_loop(), self._state.hub.on_deltas, self._lost)
-            self._fleet.sets.insert(0, new)  # its replicas take requests once they are ready; it is not shown yet
         else:
             new.launch(turn.new)
         while not new.are_ready(turn.new):
             if new.failure is not None:
                 raise _NotStartedError(new.failure.reason)
             await asyncio.sleep(_POLL_S)
+        if new not in self._fleet.sets:
+            self._fleet.sets.insert(0, new)  # all that were to begin take requests; it is not shown yet
 
     async def _end(self, replicas: ReplicaSet, indices: Sequence[int]) -> None:
         """Let replicas finish what they have, and end."""
@@ -209,7 +210,9 @@ class LayoutChanger:
                     return self._on_failure(old.failure)
                 await asyncio.sleep(_POLL_S)
         if new is not None:
-            self._fleet.sets.remove(new)
+            await self._end(new, range(len(new.stats())))  # while its deltas still reach those who wait for them
+            if new in self._fleet.sets:
+                self._fleet.sets.remove(new)
             new.close()
         self._new = None
 
@@ -227,6 +230,8 @@ class LayoutChanger:
             self._on_failure(failed)
 
     def close(self) -> None:
-        """Go no further."""
+        """Go no further; a set that begins ends with the fleet."""
         if self._task is not None:
             self._task.cancel()
+        if self._new is not None and self._new not in self._fleet.sets:
+            self._fleet.sets.insert(0, self._new)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -31,14 +34,26 @@ from tests.server.test_top import Pages, small_server
 from tests.support import fake_worker
 from tests.support.asking import error_of, fake, get, post
 from tests.support.fake_replicas import make_state
+from tests.support.fake_worker import Trouble
+
+_Found = TypeVar("_Found")
 
 
-def started(resolved: Resolved, first: int | None, fails: bool = False) -> ReplicaSet:
-    def broken(*_: Any) -> Any:
-        raise ValueError("no room")
+def started(
+    resolved: Resolved, first: int | None, good: int = 99, delay_s: float = 0.0, gate: threading.Event | None = None
+) -> ReplicaSet:
+    """Start fake engines whose steps take `delay_s`; of their ranks the first `good` can load, once `gate` is open."""
+    numbers, make = itertools.count(), fake_worker.factory(Trouble(delay_s=delay_s))
 
-    parts = GroupParts(make_worker=broken if fails else fake_worker.factory(None, None))
-    return ReplicaSet.start(resolved, engines="threads", parts=parts, first=first)
+    def some(*args: Any) -> Any:
+        if gate is not None:
+            gate.wait(10)
+        if next(numbers) >= good:
+            time.sleep(0.3 if good else 0.0)  # others are ready by then
+            raise ValueError("no room")
+        return make(*args)
+
+    return ReplicaSet.start(resolved, engines="threads", parts=GroupParts(make_worker=some), first=first)
 
 
 class Bench:
@@ -81,11 +96,14 @@ class Bench:
     def lost(self, failed: Any) -> None:
         raise AssertionError(failed.reason)
 
+    async def serve(self) -> None:
+        self.old.wait_ready(30)
+        self.old.attach(asyncio.get_running_loop(), self.take, self.lost)
+        self.state.begin(self.old.ready)
+
     async def change(self, to: str) -> ChangeStatus:
         """Change the layout while requests come; return how it ended."""
-        self.fleet.current.wait_ready(30)
-        self.fleet.current.attach(asyncio.get_running_loop(), self.take, self.lost)
-        self.state.begin(self.fleet.current.ready)
+        await self.serve()
         number = 0
         status = await self.changer.begin(to)
         assert isinstance(status, ChangeStatus)
@@ -101,10 +119,13 @@ class Bench:
         return status
 
     def run(self, to: str, monkeypatch: pytest.MonkeyPatch) -> ChangeStatus:
+        return self.play(self.change(to), monkeypatch)
+
+    def play(self, scene: Coroutine[Any, Any, _Found], monkeypatch: pytest.MonkeyPatch) -> _Found:
         monkeypatch.setattr(layout_change, "new_layout", self.planned)
         monkeypatch.setattr(layout_change, "with_ends", lambda resolved, *_: resolved)
         try:
-            return asyncio.run(asyncio.wait_for(self.change(to), 60))
+            return asyncio.run(asyncio.wait_for(scene, 60))
         finally:
             for each in self.fleet.sets:
                 each.close()
@@ -128,16 +149,37 @@ def test_every_request_gets_its_tokens_while_the_layout_changes(
     assert f'topology="{after}[' in text and 'moewe_topology_changes_total{outcome="done"} 1.0' in text
 
 
-@pytest.mark.parametrize(("before", "way"), [("EP1DP4", IN_TURNS), ("EP2DP2", BESIDE)])
+@pytest.mark.parametrize(
+    ("before", "way", "after", "good"),
+    [("EP1DP4", IN_TURNS, "EP2DP2", 0), ("EP2DP2", BESIDE, "EP4DP1", 0), ("EP2DP1", BESIDE, "EP1DP2", 1)],
+    ids=["in turns", "beside", "one of two beside"],
+)
 def test_a_layout_that_cannot_start_leaves_the_old_one_as_it_was(
-    before: str, way: str, monkeypatch: pytest.MonkeyPatch
+    before: str, way: str, after: str, good: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench(before, way, partial(started, fails=True))
-    status = bench.run("EP4DP1" if way == BESIDE else "EP2DP2", monkeypatch)
+    bench = Bench(before, way, partial(started, good=good, delay_s=0.02))
+    status = bench.run(after, monkeypatch)
     assert status.state == "failed" and "no room" in status.reason
     assert bench.fleet.sets == [bench.old] and len(bench.old.ready) == bench.resolved.topology.dp
     assert [name for _, name in bench.changes] == [before]
     assert 'moewe_topology_changes_total{outcome="failed"} 1.0' in bench.state.metrics.render().decode()
+
+
+def test_a_server_that_ends_while_a_set_begins_ends_that_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    bench = Bench("EP2DP1", BESIDE, partial(started, gate=gate))
+
+    async def scene() -> None:
+        await bench.serve()
+        await bench.changer.begin("EP1DP2")
+        while bench.changer._new is None:
+            await asyncio.sleep(0.01)
+        assert bench.fleet.sets == [bench.old], "it takes no requests yet"
+        bench.changer.close()
+        gate.set()
+        assert bench.fleet.sets == [bench.changer._new, bench.old]
+
+    bench.play(scene(), monkeypatch)
 
 
 # --- over HTTP -------------------------------------------------------------------------------------------------------
