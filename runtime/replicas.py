@@ -146,7 +146,11 @@ class ReplicaSet:
     @property
     def failure(self) -> Failed | None:
         """The first loss of a replica, or None."""
-        return next((replica.failure for replica in self._replicas if replica.failure is not None), None)
+        return next(iter(self.failures(range(len(self._replicas)))), None)
+
+    def failures(self, indices: Sequence[int]) -> list[Failed]:
+        """Return the losses among the replicas of these numbers, in order."""
+        return [r.failure for r in self._replicas if r.index in indices and r.failure is not None]
 
     @property
     def drained(self) -> bool:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from ...runtime.fleet import Fleet
@@ -67,7 +68,7 @@ class LayoutChanger:
         state: of the server.
         fleet: what serves.
         running: what that is.
-        on_failure: told of a replica that is lost outside of a change.
+        on_failure: told of a replica that is lost, but for those that begin: then the change fails.
         on_changed: told of a change at its end: how it ended, and what runs with how long it took to start.
         start: starts a set of so many replicas at first.
     """
@@ -85,6 +86,7 @@ class LayoutChanger:
         self._on_failure, self._on_changed = on_failure, on_changed
         self._start_set = start
         self._new: ReplicaSet | None = None
+        self._starting: Sequence[int] = ()  # replicas of it whose loss ends the change, not the server
         self._is_planning = False
         self._task: asyncio.Task[None] | None = None
         self.status: ChangeStatus | None = None
@@ -179,16 +181,17 @@ class LayoutChanger:
 
     async def _start(self, resolved: Resolved, turn: Turn) -> None:
         """Start the new replicas of a turn and wait until they take requests."""
-        new = self._new
+        new, self._starting = self._new, turn.new
         if new is None:
             new = self._new = self._start_set(resolved, len(turn.new))
-            new.attach(asyncio.get_running_loop(), self._state.hub.on_deltas, self._lost)
+            new.attach(asyncio.get_running_loop(), self._state.hub.on_deltas, partial(self._lost, new))
         else:
             new.launch(turn.new)
         while not new.are_ready(turn.new):
-            if new.failure is not None:
-                raise _NotStartedError(new.failure.reason)
+            if failures := new.failures(turn.new):
+                raise _NotStartedError(failures[0].reason)
             await asyncio.sleep(_POLL_S)
+        self._starting = ()
         if new not in self._fleet.sets:
             self._fleet.sets.insert(0, new)  # all that were to begin take requests; it is not shown yet
 
@@ -201,6 +204,8 @@ class LayoutChanger:
     async def _undo(self, old: ReplicaSet, turns: Sequence[Turn]) -> None:
         """Start again what was ended, last turn first, so that as few places as possible stand empty."""
         new = self._new
+        if new is not None:
+            self._starting = range(len(new.stats()))  # nothing of it goes on
         for turn in reversed(turns):
             if new is not None and len(new.stats()) > max(turn.new):
                 await self._end(new, turn.new)
@@ -214,7 +219,7 @@ class LayoutChanger:
             if new in self._fleet.sets:
                 self._fleet.sets.remove(new)
             new.close()
-        self._new = None
+        self._new, self._starting = None, ()
 
     def _show(self, resolved: Resolved) -> None:
         """Let figures and /v1/topology be of the new layout from now on."""
@@ -224,9 +229,9 @@ class LayoutChanger:
         self._fleet.sets.append(new)
         self._state.move_to(resolved, new.ready)
 
-    def _lost(self, failed: Failed) -> None:
+    def _lost(self, replicas: ReplicaSet, failed: Failed) -> None:
         """A replica of a set that was started here is lost: while it starts, who waits for it sees that."""
-        if self._task is None or self._task.done():
+        if replicas is not self._new or failed not in replicas.failures(self._starting):
             self._on_failure(failed)
 
     def close(self) -> None:
