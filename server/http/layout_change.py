@@ -35,7 +35,7 @@ RUNNING, DONE, FAILED = "running", "done", "failed"
 
 
 class _NotStartedError(RuntimeError):
-    """A new replica could not start."""
+    """A replica could not start."""
 
 
 @dataclass
@@ -146,37 +146,32 @@ class LayoutChanger:
 
     # --- the change --------------------------------------------------------------------------------------------------
     async def _change(self, status: ChangeStatus, layout: NewLayout) -> None:
-        began = time.monotonic()
-        resolved = with_ends(layout.resolved, self._state.tokenizer, self._state.defaults.end_token_ids)
-        old = self._fleet.current
+        began, old = time.monotonic(), self._fleet.current
+        start_s, outcome = 0.0, FAILED
         log.info("layout: from %s to %s, %s, %d turns", status.before, status.after, layout.way, len(layout.turns))
-        start_s, done = 0.0, []
         try:
+            resolved = with_ends(layout.resolved, self._state.tokenizer, self._state.defaults.end_token_ids)
             for turn in layout.turns:
                 status.turn += 1
-                done.append(turn)
                 if layout.way != BESIDE:
                     await self._end(old, turn.old)
                 launched = time.monotonic()
                 await self._start(resolved, turn)
                 start_s = max(start_s, time.monotonic() - launched)
-                if layout.way == BESIDE:
-                    self._show(resolved)
-                    await self._end(old, turn.old)
-            status.state = DONE
-        except _NotStartedError as error:
-            status.state, status.reason = FAILED, str(error)
-            log.error("layout: %s could not start, %s goes on: %s", status.after, status.before, error)
-            await self._undo(old, done if layout.way != BESIDE else ())
-        status.seconds = time.monotonic() - began
-        if status.state == DONE:
-            if layout.way != BESIDE:
-                self._show(resolved)
+            self._show(resolved)
+            if layout.way == BESIDE:
+                await self._end(old, layout.turns[0].old)
             self._fleet.sets.remove(old)
             old.close()
-            self._running, self._new = resolved, None
-            log.info("layout: %s runs after %.1f s", status.after, status.seconds)
-        self._state.metrics.advice.changes[status.state] += 1
+            self._running, self._new, outcome = resolved, None, DONE
+            log.info("layout: %s runs after %.1f s", status.after, time.monotonic() - began)
+        except Exception as error:  # whatever it is: the old layout goes on, or the server ends
+            status.reason = _line(error)
+            is_known = isinstance(error, _NotStartedError)
+            log.error("layout: %s could not start: %s", status.after, status.reason, exc_info=not is_known)
+            await self._go_back(old, layout.turns[: status.turn] if layout.way != BESIDE else ())
+        status.seconds, status.state = time.monotonic() - began, outcome
+        self._state.metrics.advice.changes[outcome] += 1
         self._on_changed(status, self._running, start_s)
 
     async def _start(self, resolved: Resolved, turn: Turn) -> None:
@@ -201,8 +196,19 @@ class LayoutChanger:
         while not replicas.have_ended(indices):
             await asyncio.sleep(_POLL_S)
 
+    async def _go_back(self, old: ReplicaSet, turns: Sequence[Turn]) -> None:
+        """Undo turns; a server that cannot even do that is lost."""
+        try:
+            await self._undo(old, turns)
+            log.info("layout: %s goes on", self._running.topology.long())
+        except Exception as error:
+            log.exception("layout: what ran cannot go on")
+            self._on_failure(Failed(reason=f"the layout that ran could not start again: {_line(error)}"))
+
     async def _undo(self, old: ReplicaSet, turns: Sequence[Turn]) -> None:
         """Start again what was ended, last turn first, so that as few places as possible stand empty."""
+        if self._fleet.current is not old:
+            raise RuntimeError("its replicas have ended")
         new = self._new
         if new is not None:
             self._starting = range(len(new.stats()))  # nothing of it goes on
@@ -211,8 +217,8 @@ class LayoutChanger:
                 await self._end(new, turn.new)
             old.launch(turn.old)
             while not old.are_ready(turn.old):
-                if old.failure is not None:
-                    return self._on_failure(old.failure)
+                if failures := old.failures(turn.old):
+                    raise _NotStartedError(failures[0].reason)
                 await asyncio.sleep(_POLL_S)
         if new is not None:
             await self._end(new, range(len(new.stats())))  # while its deltas still reach those who wait for them
@@ -240,3 +246,9 @@ class LayoutChanger:
             self._task.cancel()
         if self._new is not None and self._new not in self._fleet.sets:
             self._fleet.sets.insert(0, self._new)
+
+
+def _line(error: Exception) -> str:
+    """Return why a change failed, in a line."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, _NotStartedError) else f"{type(error).__name__}: {text}"

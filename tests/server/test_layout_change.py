@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import threading
@@ -74,6 +75,7 @@ class Bench:
         self.ended: dict[str, str] = {}
         self.changes: list[tuple[ChangeStatus, str]] = []
         self.losses: list[str] = []
+        self.at_failure: list[ReplicaSet] = []  # what serves when the change says that it has failed
         self.state = make_state(None, allow_apply=True)
         self.state.hub.on_deltas = self.take  # type: ignore[method-assign]
         self.state.latest_stats = self.fleet.stats
@@ -110,9 +112,12 @@ class Bench:
         status = await self.changer.begin(to)
         assert isinstance(status, ChangeStatus)
         while status.state == layout_change.RUNNING or number < 40:
+            if status.state == layout_change.FAILED and not self.at_failure:
+                self.at_failure = list(self.fleet.sets)
             self.fleet.submit(f"r{number}", packed([number]), greedy(5))
             number += 1
             await asyncio.sleep(0.01)
+        self.at_failure = self.at_failure or list(self.fleet.sets)
         await asyncio.wait_for(self.changer._task, 30)  # type: ignore[arg-type]
         while len(self.ended) < number:
             await asyncio.sleep(0.01)
@@ -151,6 +156,37 @@ def test_every_request_gets_its_tokens_while_the_layout_changes(
     assert f'topology="{after}[' in text and 'moewe_topology_changes_total{outcome="done"} 1.0' in text
 
 
+def not_started(resolved: Resolved, first: int | None) -> ReplicaSet:
+    raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+@pytest.mark.parametrize(("before", "way", "after"), [("EP1DP2", BESIDE, "EP2DP1"), ("EP1DP4", IN_TURNS, "EP2DP2")])
+def test_a_process_that_the_system_refuses_fails_the_change_alone(
+    before: str, way: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(before, way, not_started)
+    status = bench.run(after, monkeypatch)
+    assert (status.state, status.reason) == ("failed", "BlockingIOError: [Errno 11] Resource temporarily unavailable")
+    assert bench.at_failure == bench.fleet.sets == [bench.old] and len(bench.old.ready) == bench.resolved.topology.dp
+    assert 'moewe_topology_changes_total{outcome="failed"} 1.0' in bench.state.metrics.render().decode()
+
+
+def test_a_layout_that_cannot_start_again_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench("EP1DP4", IN_TURNS, not_started)
+
+    async def scene() -> ChangeStatus:
+        await bench.serve()
+        monkeypatch.setattr(bench.old, "launch", partial(not_started, bench.resolved))
+        await bench.changer.begin("EP2DP2")
+        await asyncio.wait_for(bench.changer._task, 10)  # type: ignore[arg-type]
+        assert bench.changer.status is not None
+        return bench.changer.status
+
+    assert bench.play(scene(), monkeypatch).state == "failed"
+    (why,) = bench.losses
+    assert "could not start again: BlockingIOError" in why
+
+
 @pytest.mark.parametrize(
     ("before", "way", "after", "good"),
     [("EP1DP4", IN_TURNS, "EP2DP2", 0), ("EP2DP2", BESIDE, "EP4DP1", 0), ("EP2DP1", BESIDE, "EP1DP2", 1)],
@@ -162,7 +198,7 @@ def test_a_layout_that_cannot_start_leaves_the_old_one_as_it_was(
     bench = Bench(before, way, partial(started, good=good, delay_s=0.02))
     status = bench.run(after, monkeypatch)
     assert status.state == "failed" and "no room" in status.reason
-    assert bench.fleet.sets == [bench.old] and len(bench.old.ready) == bench.resolved.topology.dp
+    assert bench.at_failure == bench.fleet.sets == [bench.old] and len(bench.old.ready) == bench.resolved.topology.dp
     assert [name for _, name in bench.changes] == [before]
     assert 'moewe_topology_changes_total{outcome="failed"} 1.0' in bench.state.metrics.render().decode()
 
