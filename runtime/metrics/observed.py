@@ -41,6 +41,10 @@ class ObservedWindow:
         self._began, self._before = now, dict(counters or {})
         self._samples, self._running, self._tokens = 0, 0.0, 0.0
 
+    def begin_anew(self, replicas: Mapping[int, ReplicaMetrics], now: float) -> None:
+        """Begin a window: what came before now counts no more."""
+        self._begin(now, {number: each.counters for number, each in replicas.items()})
+
     def age(self, now: float) -> float:
         """Return how long the window is open."""
         return now - self._began
@@ -83,7 +87,7 @@ class ObservedWindow:
             bound=max(shares, key=lambda name: shares[name], default=IDLE),
             is_cached=any(rank.cache_resident for each in replicas.values() for rank in each.ranks),
         )
-        self._begin(now, {number: each.counters for number, each in replicas.items()})
+        self.begin_anew(replicas, now)
         return seen
 
     def _earlier(self, number: int, counters: Sequence[RankCounters]) -> list[RankCounters]:

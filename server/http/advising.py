@@ -52,6 +52,11 @@ class Advising:
         replica = self._state.metrics.replicas.get(0)
         return advisor_facts(resolved, ready, replica.ceilings() if replica is not None else None, start_s=start_s)
 
+    def restart(self) -> None:
+        """Begin the window anew: for a while not all replicas were at work."""
+        if self._window is not None:
+            self._window.begin_anew(self._state.metrics.replicas, time.monotonic())
+
     async def turn(self, now: float) -> None:
         """Look at what runs; at the end of a window, ask the advisor. `now` is monotonic seconds."""
         if self._window is None:

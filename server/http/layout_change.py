@@ -225,6 +225,8 @@ class LayoutChanger:
             if new in self._fleet.sets:
                 self._fleet.sets.remove(new)
             new.close()
+        if turns:
+            self._state.move_to(self._running, old.ready)  # other processes, whose counters begin anew
         self._new, self._starting = None, ()
 
     def _show(self, resolved: Resolved) -> None:

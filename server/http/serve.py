@@ -220,6 +220,8 @@ class Server:
         )
         if status.state == DONE:
             self._advising.begin(running, self.state.ready, start_s)
+        else:
+            self._advising.restart()
 
     async def _first_word(self) -> str | None:
         """Wait until the engines are ready (None) or something ends the server before (that word)."""

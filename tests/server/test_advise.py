@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from moewe.runtime import auto_topology
@@ -18,6 +20,8 @@ from moewe.server.advise.command import advise, asked
 from moewe.server.client.asking import NoAnswerError
 from moewe.server.commands.serve import server_options
 from moewe.server.http.advising import Advising
+from moewe.server.http.layout_change import FAILED, ChangeStatus
+from moewe.server.http.serve import Server
 from moewe.server.state import ServerState
 from moewe.topologies.advisor.advisor import Advisor
 from moewe.topologies.advisor.records import Advice, AdviceError
@@ -64,6 +68,21 @@ def test_windows_lead_to_advice_a_log_and_metrics(state: ServerState, monkeypatc
     assert isinstance(lines[1], WindowLine) and lines[1].advice is not None and lines[1].advice.candidates
     text = state.metrics.render().decode()
     assert 'moewe_advice{verdict="idle"} 1.0' in text and 'moewe_advice_windows_total{verdict="observing"} 1.0' in text
+
+
+def test_a_change_that_failed_begins_the_window_anew(state: ServerState, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Advising, "_facts", lambda *_: facts(INSIDE, [SHM]))
+    server = Server(state, None, None)  # type: ignore[arg-type]
+    server._advising.begin(None, state.ready, 10.0)  # type: ignore[arg-type]
+    window = server._advising._window
+    assert window is not None
+    window._began -= 29.0
+    state.metrics.replicas = replicas(40)
+    status = ChangeStatus(before="EP2DP1", after="EP1DP2", way="in turns", turns=2, state=FAILED)
+    server._on_changed(status, None, 0.0)  # type: ignore[arg-type]
+    assert window.age(time.monotonic()) < 29.0
+    seen = window.end(replicas(43), np.zeros((0, 0)), time.monotonic(), 1e9)
+    assert seen.num_steps == 3
 
 
 def test_an_advisor_that_fails_is_silent_from_then_on(state: ServerState, monkeypatch: pytest.MonkeyPatch) -> None:
