@@ -116,12 +116,13 @@ class ReplicaSet:
         self._after_command()
 
     def have_ended(self, indices: Sequence[int]) -> bool:
-        """Tell whether these replicas are at work no more; then nothing of them is left."""
-        if any(self._replicas[index].lives for index in indices):
-            return False
+        """Tell whether these replicas are at work no more; `free` then waits for their processes."""
+        return not any(self._replicas[index].lives for index in indices)
+
+    def free(self, indices: Sequence[int]) -> None:
+        """Wait until nothing is left of replicas that have ended, or end it by force; from any thread."""
         for index in indices:
             self._end(self._replicas[index])
-        return True
 
     def are_ready(self, indices: Sequence[int]) -> bool:
         """Tell whether these replicas can take requests."""

@@ -120,6 +120,7 @@ class LayoutChanger:
             raise invalid(str(error), "topology") from None
         finally:
             self._is_planning = False
+        state.require_ready()  # it may have begun to end meanwhile
         self.status = ChangeStatus(
             before=self._running.topology.long(), after=topology.long(), way=layout.way, turns=len(layout.turns)
         )
@@ -195,6 +196,7 @@ class LayoutChanger:
         replicas.retire(indices)
         while not replicas.have_ended(indices):
             await asyncio.sleep(_POLL_S)
+        await asyncio.to_thread(replicas.free, indices)  # processes take their time, and requests go on
 
     async def _go_back(self, old: ReplicaSet, turns: Sequence[Turn]) -> None:
         """Undo turns; a server that cannot even do that is lost."""

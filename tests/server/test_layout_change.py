@@ -18,6 +18,7 @@ from moewe.runtime.fleet import Fleet
 from moewe.runtime.messages import Delta
 from moewe.runtime.new_layout import NewLayout
 from moewe.runtime.processes.group import GroupParts
+from moewe.runtime.processes.launch import ThreadMember
 from moewe.runtime.prompts import packed
 from moewe.runtime.replicas import ReplicaSet
 from moewe.runtime.resolve import Resolved
@@ -26,7 +27,7 @@ from moewe.server.client.asking import NoAnswerError
 from moewe.server.errors import ApiError
 from moewe.server.http import layout_change
 from moewe.server.http.layout_change import ChangeStatus, LayoutChanger
-from moewe.server.state import ServerState
+from moewe.server.state import Phase, ServerState
 from moewe.topologies import Topology
 from moewe.topologies.advisor.records import Advice
 from moewe.topologies.advisor.turns import BESIDE, IN_TURNS, beside, in_turns
@@ -207,6 +208,42 @@ def test_a_layout_that_cannot_start_leaves_the_old_one_as_it_was(
     assert list(map(id, bench.state.ready)) == list(map(id, bench.old.ready)), "what /v1/topology shows is what runs"
     assert [name for _, name in bench.changes] == [before]
     assert 'moewe_topology_changes_total{outcome="failed"} 1.0' in bench.state.metrics.render().decode()
+
+
+def test_requests_go_on_while_processes_take_their_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+
+    def join(member: ThreadMember, timeout: float) -> bool:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return joined(member, timeout)
+
+    joined = ThreadMember.join
+    bench = Bench("EP2DP1", BESIDE)
+
+    async def scene() -> None:
+        await bench.serve()
+        monkeypatch.setattr(ThreadMember, "join", join)
+        await bench.changer._end(bench.old, (0,))
+        assert threads and not any(threads)
+
+    bench.play(scene(), monkeypatch)
+
+
+def test_a_server_that_began_to_end_while_a_change_was_planned_begins_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench("EP2DP1", BESIDE)
+
+    def planned(*args: Any, **more: int) -> NewLayout:
+        bench.state.enter(Phase.DRAINING)
+        return Bench.planned(bench, *args, **more)
+
+    async def scene() -> None:
+        await bench.serve()
+        with pytest.raises(ApiError, match="shutting down"):
+            await bench.changer.begin("EP1DP2")
+        assert not bench.changer.is_running and bench.changer.view() is None
+
+    bench.planned = planned  # type: ignore[method-assign]
+    bench.play(scene(), monkeypatch)
 
 
 def test_a_server_that_ends_while_a_set_begins_ends_that_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
