@@ -31,6 +31,7 @@ from ..state import ServerState
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+_TELL_S = 60.0  # how often the log says that a change waits for requests
 RUNNING, DONE, FAILED = "running", "done", "failed"
 
 
@@ -192,9 +193,14 @@ class LayoutChanger:
             self._fleet.sets.insert(0, new)  # all that were to begin take requests; it is not shown yet
 
     async def _end(self, replicas: ReplicaSet, indices: Sequence[int]) -> None:
-        """Let replicas finish what they have, and end."""
+        """Let replicas finish what they have, however long that takes, and end."""
         replicas.retire(indices)
+        told = time.monotonic()
         while not replicas.have_ended(indices):
+            if time.monotonic() - told >= _TELL_S:
+                told = time.monotonic()
+                names, layout = ", ".join(map(str, indices)), replicas.resolved.topology.short()
+                log.warning("layout: the change waits for requests on replicas %s of %s", names, layout)
             await asyncio.sleep(_POLL_S)
         await asyncio.to_thread(replicas.free, indices)  # processes take their time, and requests go on
 

@@ -210,6 +210,24 @@ def test_a_layout_that_cannot_start_leaves_the_old_one_as_it_was(
     assert 'moewe_topology_changes_total{outcome="failed"} 1.0' in bench.state.metrics.render().decode()
 
 
+def test_a_change_that_waits_for_a_long_request_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(layout_change, "_TELL_S", 0.1)
+    bench = Bench("EP2DP1", BESIDE, delay_s=0.02)
+
+    async def scene() -> None:
+        await bench.serve()
+        bench.fleet.submit("long", packed([1]), greedy(390, ignore_eos=True))
+        ending = asyncio.ensure_future(bench.changer._end(bench.old, (0,)))
+        while "waits for requests on replicas 0 of EP2DP1" not in caplog.text:
+            await asyncio.sleep(0.01)
+        bench.fleet.abort("long")
+        await ending
+
+    bench.play(scene(), monkeypatch)
+
+
 def test_requests_go_on_while_processes_take_their_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[bool] = []
 
