@@ -1,10 +1,12 @@
 """Is serving with `--eplb auto` slower than with `off`, or faster? By a clock, with real rank processes.
 
 Two servers of the same model stand side by side, each of ranks that are processes, and answer the same prompts in
-turns, each being the first in every second round: the machine's moods fall on both. Prompts are random tokens of few
-different ones (--vocabulary), which the routers send to few experts; so there is something to balance. Answers are
-compared: all tokens have to be the same. The ratio is the median of auto / off round by round; ratios of the first and
-of the last half tell what moves brought.
+turns, each being the first in every second round: the machine's moods fall on both. Prompts are random tokens. With
+`--traffic hot` of few different ones (--vocabulary), which the routers send to few experts, so there is something to
+balance; with `shifting` of others every --shift rounds; with `uniform` of all there are. Answers are compared: all
+tokens have to be the same. Two ratios of auto / off are told: the median round by round, which leaves rounds out in
+which a machine or a move took long, and that of all rounds together, which does not; medians of the first and of the
+last half tell what moves brought.
 On a machine with fewer cores than ranks times are those of ranks that take turns, and say little.
 Units: seconds a round.
 
@@ -51,10 +53,17 @@ def serve(side: str, args: argparse.Namespace) -> Session:
 def prompts(session: Session, args: argparse.Namespace, seed: int) -> list[list[int]]:
     """Return the prompts of one round, of `args.vocabulary` different tokens of the model."""
     text = json.loads((Path(session.resolved.config.model.path) / "config.json").read_text())
-    size = int(text.get("text_config", text)["vocab_size"])
-    few = np.random.default_rng(0).integers(1, size, args.vocabulary)
-    chosen = np.random.default_rng(seed).integers(0, args.vocabulary, (args.requests, args.prompt_tokens))
-    return few[chosen].tolist()  # type: ignore[no-any-return]
+    return drawn(int(text.get("text_config", text)["vocab_size"]), args, seed)
+
+
+def drawn(size: int, args: argparse.Namespace, seed: int) -> list[list[int]]:
+    """Return the prompts of round `seed` of a model with `size` tokens."""
+    dice, shape = np.random.default_rng(seed), (args.requests, args.prompt_tokens)
+    if args.traffic == "uniform":
+        return dice.integers(1, size, shape).tolist()  # type: ignore[no-any-return]
+    which = seed // args.shift if args.traffic == "shifting" else 0
+    few = np.random.default_rng([which, 1]).integers(1, size, args.vocabulary)
+    return few[dice.integers(0, args.vocabulary, shape)].tolist()  # type: ignore[no-any-return]
 
 
 def answer(session: Session, batch: list[list[int]], new_tokens: int) -> tuple[float, list[list[int]]]:
@@ -84,11 +93,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16, help="together in a round")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--traffic", choices=("hot", "shifting", "uniform"), default="hot")
+    parser.add_argument("--shift", type=int, default=8, help="rounds with the same tokens of shifting traffic")
     parser.add_argument("--vocabulary", type=int, default=16, help="different tokens in prompts; fewer: more uneven")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if args.rounds < 2:
-        parser.error(f"--rounds {args.rounds} is not allowed; use at least 2")
+    for flag, least in (("rounds", 2), ("shift", 1)):
+        if getattr(args, flag) < least:
+            parser.error(f"--{flag} {getattr(args, flag)} is not allowed; use at least {least}")
     sessions: dict[str, Session] = {}
     times: dict[str, list[float]] = {side: [] for side in SIDES}
     try:
@@ -110,6 +122,7 @@ def main() -> None:
         "arguments": {key: value for key, value in vars(args).items() if key != "out"},
         **{f"seconds_{side}": records.summary(each) for side, each in times.items()},
         "ratio": ratio(times, slice(None)),
+        "ratio_of_all": sum(times["auto"]) / sum(times["off"]),
         "ratio_first_half": ratio(times, slice(args.rounds // 2)),
         "ratio_last_half": ratio(times, slice(args.rounds // 2, None)),
         "moves": balance.moves,
@@ -121,7 +134,8 @@ def main() -> None:
         found = results[f"seconds_{side}"]
         print(f"{side:>5}: {found['median']:.3f} s a round [{found['min']:.3f}, {found['max']:.3f}]")
     print(
-        f"auto / off: {results['ratio']:.3f} (first half {results['ratio_first_half']:.3f}, "
+        f"auto / off: all rounds {results['ratio_of_all']:.3f}, median {results['ratio']:.3f} "
+        f"(first half {results['ratio_first_half']:.3f}, "
         f"last half {results['ratio_last_half']:.3f}); {balance.moves} experts moved"
     )
     records.write("balancing_live", results, args.out)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 from ..topologies import (
     AUTO,
@@ -55,9 +56,22 @@ def auto_topology(
     kv_bytes = cache.kv_cache_memory_bytes
     if cache.num_blocks is not None:
         kv_bytes = kv_sizes.kv_bytes(footprint.kv_groups, limits, cache.num_blocks)
-    choice = choose_topology(
-        footprint, machine, limits, least_model_len=limits.max_model_len if fixed else None, kv_bytes=kv_bytes
+    choose = partial(
+        choose_topology,
+        footprint,
+        machine,
+        limits,
+        least_model_len=limits.max_model_len if fixed else None,
+        kv_bytes=kv_bytes,
     )
+    try:
+        choice = choose()
+    except TopologyError:
+        widest = max((atp for atp, _ in footprint.attention_shares if atp <= machine.num_devices), default=1)
+        if widest == 1:
+            raise
+        choice = choose(most_atp=widest)
+        log.info("--topology auto: no rank can hold all heads, so %d ranks divide them", choice.topology.atp)
     for line in choice.reasons:
         log.info("%s", line)
     return choice.topology

@@ -91,9 +91,11 @@ def choose_topology(
         TopologyError: nothing fits; it names the nearest layout, what it lacks, and a fix.
     """
     load = workload or Workload(rows=ROWS * (1 if machine.is_shared else machine.num_devices), context=CONTEXT)
+    divides = dict(footprint.attention_shares)
     candidates = [
         _candidate(footprint, topology, machine, limits, load, kv_bytes)
         for topology in map(machine.placed, layouts(footprint, machine, most_atp=most_atp))
+        if topology.atp == 1 or not divides or topology.atp in divides
     ]
     fitting = [one for one in candidates if one.fits and one.longest >= (least_model_len or 2)]
     if not fitting:

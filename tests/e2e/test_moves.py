@@ -70,13 +70,20 @@ def test_moves_change_no_bit(topology: str, changes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["T-QW3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("T-GOS", "T-DS3"))]
+    ("name", "topology"),
+    [
+        ("T-QW3", "EP2DP1[red=2]"),
+        pytest.param("T-GOS", "EP2DP1[red=2]", marks=pytest.mark.slow),
+        pytest.param("T-DS3", "EP2DP1[red=2]", marks=pytest.mark.slow),
+        pytest.param("T-QW3", "EP4DP1[domains=2+2,red=2]", id="domains", marks=pytest.mark.slow),
+        pytest.param("T-QW3", "EP4DP1[adp=2,atp=2,red=2]", id="divided-heads", marks=pytest.mark.slow),
+    ],
 )
-def test_moves_of_unpacked_experts_keep_the_logits(name: str) -> None:
+def test_moves_of_unpacked_experts_keep_the_logits(name: str, topology: str) -> None:
     """In fp32 torch multiplies, biases included; products of other rows differ in the last bits."""
     path = checkpoint(name)
     expected = generate(path, PROMPTS, setup=Setup(), params=PARAMS)
-    with Group(path, Setup(topology="EP2DP1[red=2]", eplb="auto")) as group:
+    with Group(path, Setup(topology=topology, eplb="auto")) as group:
         outcomes = run_with_moves(group, every=6)
         assert group.balancer.stats().rounds > 1
     compare_runs(outcomes, expected.outcomes)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from moewe.moe.layer_counts import PassCounts
 from moewe.moe.wide_ep import Exchange, ThreadHub, linear_placement
 from moewe.moe.wide_ep.exchanges import GroupShape, SlowRate, StepwiseExchange
 from moewe.moe.wide_ep.exchanges.joining import join_over_links
+from moewe.moe.wide_ep.exchanges.links import Link, Pending
 from moewe.telemetry import COMPONENTS, RankCounters
 from moewe.topologies.exchange_choice import OVER_LINKS
 from moewe.topologies.overlap_choice import HALVES, NOTHING, SHARED
@@ -80,6 +84,65 @@ def test_a_slow_link_and_a_row_that_is_weighed_first(name: str) -> None:
     for ranks, want in zip(run(name, inputs, (SHARED, HALVES), switches=switches, slow=slow), wanted, strict=True):
         for output, _, _ in ranks:
             assert_near(output, want, format="float32")
+
+
+class LoggedLink:
+    """A link that notes what is under way: `sent` when rows leave, `there` when somebody has waited for others'."""
+
+    def __init__(self, link: Link, log: list[str]) -> None:
+        self._link, self._log = link, log
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
+    def start(self, *rows: Any) -> Pending:
+        return self._noted(self._link.start(*rows))
+
+    def gather(self, rows: torch.Tensor) -> Pending:
+        return self._noted(self._link.gather(rows))
+
+    def _noted(self, pending: Pending) -> Pending:
+        self._log.append("sent")
+
+        def wait() -> torch.Tensor:
+            arrived = pending()
+            self._log.append("there")
+            return arrived
+
+        return wait
+
+
+@pytest.mark.parametrize("name", OVER_LINKS)
+def test_shared_experts_run_while_rows_travel(name: str) -> None:
+    weights, inputs = all_weights(shared=True), [torch.randn(length, WIDTH) for length in (4, 3)]
+    placement = linear_placement(2, NUM_EXPERTS, 2)
+    shape = GroupShape(slot_ranges=placement.slot_ranges, domain_sizes=(1, 1))
+    hub = ThreadHub(shape.slot_ranges, shape=shape, timeout_s=30)
+
+    def work(rank: int, _: Exchange) -> list[list[str]]:
+        logs: list[list[str]] = []
+        log: list[str] = []
+
+        def link(ranks: Sequence[int]) -> Any:
+            return LoggedLink(hub.link(ranks, rank), log)
+
+        exchange = StepwiseExchange([join_over_links(name, shape, rank, link)])
+        for overlap in (NOTHING, SHARED):
+            made, _ = layer(weights, placement, rank, exchange)
+            run_shared = made._shared_experts
+            made._shared_experts = lambda x, run=run_shared: log.append("shared") or run(x)  # type: ignore[method-assign]
+            exchange.begin_step(name, 4)
+            log.clear()
+            made(inputs[rank], overlap)
+            logs.append(list(log))
+        return logs
+
+    for one_after_another, meanwhile in run_threads(hub, work):
+        assert one_after_another.count("shared") == meanwhile.count("shared") == 1
+        assert one_after_another[one_after_another.index("shared") - 1] == "there", "all rows had arrived"
+        before, after = meanwhile[: meanwhile.index("shared")], meanwhile[meanwhile.index("shared") + 1 :]
+        assert before[-1] == "sent" and after[0] == "there", meanwhile
+        assert before.count("sent") > before.count("there"), "rows were on their way, and nobody had waited for them"
 
 
 def test_weights_that_both_halves_hit_are_read_twice() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
+from moewe.models.families import load_config
+from moewe.models.footprint import model_footprint
 from moewe.runtime import auto_topology
 from moewe.runtime import resolve as resolve_module
 from moewe.runtime.config import EngineConfig, ModelOptions, ParallelOptions
 from moewe.runtime.options import layout_config
 from moewe.runtime.resolve import Resolved, resolve
-from moewe.topologies import AUTO, TopologyError
+from moewe.topologies import AUTO, Topology, TopologyError
 from moewe.topologies.exchange_cost import ExchangeCost, LayoutLink
 from tests.support.fixtures import checkpoint
 
@@ -103,6 +107,23 @@ def test_what_fits_nowhere_is_one_line_with_the_fix(host) -> None:
     host(100 << 20)
     with pytest.raises(TopologyError, match=r"--topology auto: no layout of up to 8 cores fits; nearest: T-QW3 on "):
         resolved()
+
+
+def test_heads_are_divided_where_no_rank_can_hold_them_all(host, caplog) -> None:
+    caplog.set_level("INFO")
+    config = resolved().config
+    model = model_footprint(load_config(checkpoint("T-QW3")), name="m", dtype="float32")
+    large = replace(model, attention_bytes=1 << 30, attention_shares=((2, 1 << 29), (4, 1 << 28)))
+
+    def chosen(gpu_bytes: int) -> Topology:
+        machine = {"gpus": (gpu_bytes,) * 4, "cores": 8, "host_bytes": 64 << 30}
+        return auto_topology.auto_topology(config, large, fixed=False, **machine)
+
+    assert chosen(4 << 30).atp == 1 and not any("divide" in line for line in caplog.messages)
+    assert chosen(1300 << 20).atp in (2, 4)
+    assert any(line.startswith("--topology auto: no rank can hold all heads, so ") for line in caplog.messages)
+    with pytest.raises(TopologyError, match="fits; nearest"):
+        chosen(200 << 20)
 
 
 def test_a_length_that_was_asked_for_has_to_fit(host) -> None:

@@ -20,6 +20,7 @@ from moewe.models.families import load_config
 from moewe.moe.wide_ep.balancing import Decision, LayerModel, Planner, logical_load
 from moewe.moe.wide_ep.balancing.load_steps import LEAST_TOKENS
 from moewe.moe.wide_ep.exchanges import Exchange, LocalExchange, ThreadHub, join_all_over_links
+from moewe.moe.wide_ep.placement import ExpertPlacement
 from moewe.runtime.attention_ranks import GroupHub
 from moewe.runtime.messages import DropMoves, Message, PrepareMoves
 from moewe.runtime.params import SamplingParams
@@ -211,6 +212,12 @@ class Group:
         """Have experts moved; it comes into force two steps after all ranks are ready for it."""
         assert self.balancer is not None, "eplb auto"
         self.balancer.begin(decision)
+
+    @property
+    def standing(self) -> ExpertPlacement:
+        """Where experts are for the next step, if nothing is being moved; `placement` is where they began."""
+        assert self.balancer is not None, "eplb auto"
+        return self.balancer._collector._placement
 
     def hear(self, *, wait: bool = True) -> None:
         """Pass on what ranks have prepared; those that still do are waited for, unless told otherwise."""
