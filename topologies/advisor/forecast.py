@@ -6,7 +6,6 @@ Units: seconds, bytes; rows of a step over all replicas; x ranks of a group, E e
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from ..cost import StepCost, Workload, expected_hit, step_cost
 from ..exchange_choice import OVER_LINKS, choose_exchange
-from ..exchange_cost import BETWEEN, WITHIN, ExchangeCost, rows_sent
+from ..exchange_cost import BETWEEN, WITHIN, ExchangeCost, bytes_sent
 from ..footprint import ModelFootprint
 from ..machine import Machine
 from ..planner.routing import Popularity, distinct_share
@@ -123,12 +122,8 @@ def layer_bytes(footprint: ModelFootprint, machine: Machine, topology: Topology,
     """Return the bytes that a rank with `rows` rows sends in a MoE layer, out and back, in its domain and between."""
     name = exchange_of(machine, topology)
     row = footprint.hidden_size * footprint.activation_itemsize
-    whole = max(1, math.ceil(rows))
-    # `padded` makes room for whole rows; others send in proportion.
-    share = 1.0 if name == "padded" else rows / whole
-    sent = rows_sent(name if name in OVER_LINKS else "all_to_all", whole, machine.grid(machine.placed(topology)),
-                     footprint.top_k)  # fmt: skip
-    return share * row * (sent.near_out + sent.near_back), share * row * (sent.far_out + sent.far_back)
+    travels = name if name in OVER_LINKS else "all_to_all"
+    return bytes_sent(travels, rows, machine.grid(machine.placed(topology)), footprint.top_k, row)
 
 
 def chances_of(footprint: ModelFootprint, popularity: Sequence[float]) -> tuple[float, ...]:
