@@ -134,10 +134,10 @@ def fit(model: Architecture, machine: Hardware, done: Measured) -> Constants:
     measured = np.array([done.seconds[rows] for rows in BATCHES])
     matrix, used = np.array(known) / measured[:, None], [0, 1, 2]
     while True:
-        found = np.linalg.lstsq(matrix[:, used], np.ones(len(measured)), rcond=None)[0]
-        if found.min() > 0:
+        found = np.linalg.lstsq(matrix[:, used], np.ones(len(measured)), rcond=None)[0].tolist()
+        if min(found) > 0:
             break
-        used.pop(int(found.argmin()))
+        used.pop(found.index(min(found)))
     reading, computing, step = (dict(zip(used, found, strict=True)).get(which, 0.0) for which in range(3))
     return Constants(
         memory_efficiency=1 / max(reading, 1e-9),
