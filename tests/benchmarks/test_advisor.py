@@ -24,8 +24,9 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_scenarios_are_two_domains_and_another_layout(script: ModuleType, tmp_path: Path) -> None:
     for scenario in script.SCENARIOS.values():
-        start, machine = parse_topology(scenario.start), domains_of(",".join(filter(None, ["2+2", scenario.link])))
-        assert start.num_ranks == machine.num_ranks == 4 and start.short() != scenario.expected
+        start, machine = parse_topology(scenario.start), domains_of(scenario.domains)
+        assert start.num_ranks == machine.num_ranks == parse_topology(scenario.learn).num_ranks
+        assert start.short() != scenario.expected
         assert not start.domains or (start.rate, start.delay) == (machine.rate, machine.delay)
         right = {"advised": scenario.expected, "gain": 0.3}
         assert script.is_right(right, scenario)
