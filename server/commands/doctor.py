@@ -24,6 +24,7 @@ from ...native.operations import OPERATIONS
 from ...runtime.gpus import gpu_memory_bytes
 from ...topologies.hardware import available_memory_bytes, host_cores, host_memory_bytes
 from ..terminal.stdout import put
+from .doctor_gpus import GpuFindings, gpu_findings, gpu_fixes, gpu_lines
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # Enough for four times the caches of a large machine; a start of the server waits for less.
@@ -46,7 +47,8 @@ class Findings:
         operations: name of an operation -> who does it.
         read_bytes_per_second: by `cpus` threads together; `read_in_cache` when a cache answered.
         matrix_rates: operations/s of the same threads, by number format; empty without native kernels.
-        gpus: memory of each.
+        gpus: memory of each that torch can use.
+        gpu: what the driver and torch say of GPUs.
         fixes: what is missing or in the way, one line each with the fix.
     """
 
@@ -66,6 +68,7 @@ class Findings:
     read_in_cache: bool
     matrix_rates: dict[str, float]
     gpus: tuple[int, ...]
+    gpu: GpuFindings
     fixes: tuple[str, ...]
 
 
@@ -83,10 +86,11 @@ def examine() -> Findings:
     read = measure_read_bandwidth(threads, available_memory_bytes(), _FILL_SECONDS)
     rate = measure_matrix_rate(threads)
     gpus, no_gpu = _gpus()
+    gpu = gpu_findings()
     compiler, no_compiler = _compiler()
     versions = {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES}
     fixes = [*kernel_fixes(outcome, cpu, no_compiler), *huge_page_fixes(), *cache_fixes(read)]
-    fixes += [*_extra_fixes(), *no_gpu]
+    fixes += [*_extra_fixes(), *(gpu_fixes(gpu) or no_gpu)]
     return Findings(
         versions=versions,
         cpu=cpu.name,
@@ -104,6 +108,7 @@ def examine() -> Findings:
         read_in_cache=read.cache_resident,
         matrix_rates={} if rate is None else {"bf16": rate.bf16, "int8": rate.int8},
         gpus=gpus,
+        gpu=gpu,
         fixes=tuple(fixes),
     )
 
@@ -183,7 +188,8 @@ def drawn(found: Findings) -> str:
         "CPU": f"{found.cpu}, {found.cpus} usable, {' '.join(found.isas) or f'none of {chr(32).join(ISAS)}'}",
         "memory": f"{_gib(found.memory_bytes)}, {_gib(found.free_bytes)} free; "
         f"last-level cache {found.llc_bytes >> 20} MiB",
-        "GPU": ", ".join(map(_gib, found.gpus)) or "none that torch can use",
+        "GPU": (", ".join(map(_gib, found.gpus)) or "none that torch can use") + _by_nvml(found.gpu),
+        **gpu_lines(found.gpu),
         "compiler": found.compiler,
         "cache of compiled kernels": found.cache,
         "native kernels": found.kernels if found.isa else "none (below is why)",
@@ -198,6 +204,10 @@ def drawn(found: Findings) -> str:
     lines += ["operations on the CPU, bf16 (other dtypes: torch)", *_table(found.operations), ""]
     lines += ["to mend", *(f"  {fix}" for fix in found.fixes)] if found.fixes else ["nothing to mend"]
     return "\n".join(lines) + "\n"
+
+
+def _by_nvml(gpu: GpuFindings) -> str:
+    return f" (NVML: {gpu.inventory.why_none})" if gpu.inventory.why_none else ""
 
 
 def _table(rows: dict[str, Any]) -> list[str]:
