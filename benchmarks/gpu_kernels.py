@@ -21,14 +21,18 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 from rich.progress import track
 
+from moewe.models.kernels.roofline import attention_rows, norm_work, rows_work
 from moewe.models.published import published_config
 from moewe.moe.kernels.roofline import layer_work
 from moewe.native.gpu.compiling import compile_launch, source_hash
+from moewe.quant import FORMATS, KV_FORMATS
 from moewe.runtime.gpu_launches import MODELS, STEP_TOKENS, moe_shapes
+from moewe.runtime.ranks.kernels.roofline import sampling_work
 from moewe.topologies.planner.hardware import load_hardware
 from tests.support.compiled import RECORD, Case, Entry, all_cases, broken_rules, read_record, stale
 
 MACHINE = load_hardware("h200")
+SEQUENCES, CONTEXT, PROMPT = 32, 8192, 4096  # of the table of least times of attention
 PAGE = RECORD.parents[2] / "docs" / "gpu-kernels.md"
 
 
@@ -96,6 +100,16 @@ def page(entries: list[Entry], cases: list[Case]) -> str:
             "|---|---|---|---|---|---|---|---|",
             *floors(),
             "",
+            "## The least time of attention",
+            "",
+            f"From [bytes and products](gpu.md#the-least-that-a-kernel-takes) alone, on {MACHINE.name}, one layer,",
+            "all heads on one GPU; microseconds. *decode*: 32 sequences of 8,192 tokens; *prompt*: 4,096 tokens;",
+            "*rows*: norm of heads, rotation, KV write of 4,096 rows; *norm*: with residual; *draw*: 32 rows.",
+            "",
+            "| model | attends to | KV | decode | prompt | rows | norm | draw |",
+            "|---|---|---|---|---|---|---|---|",
+            *attention_floors(),
+            "",
         ]
     )
 
@@ -110,6 +124,19 @@ def floors() -> Iterator[str]:
                 times = " | ".join(f"{work[part].seconds(MACHINE) * 1e6:.2g}" for part in work)
                 bound = "memory" if work["experts"].is_bound_by_memory(MACHINE) else "products"
                 yield f"| {model} | {name} | {num_tokens} | {times} | {bound} |"
+
+
+def attention_floors() -> Iterator[str]:
+    """Yield rows of the table of least times of attention."""
+    for model in MODELS:
+        config = published_config(model)
+        norm = norm_work(PROMPT, config.hidden_size, adds=True)
+        draw = sampling_work(SEQUENCES, config.vocab_size)["draw"]
+        for name, held in (("bf16", FORMATS["bfloat16"]), ("fp8", KV_FORMATS["fp8"])):
+            for rows in attention_rows(config, held):
+                works = (rows.decode(SEQUENCES, CONTEXT), rows.work([(0, PROMPT)]), rows_work(config, rows, PROMPT))
+                times = " | ".join(f"{work.seconds(MACHINE) * 1e6:.2g}" for work in (*works, norm, draw))
+                yield f"| {model} | {rows.group.name} | {name} | {times} |"
 
 
 def main() -> None:

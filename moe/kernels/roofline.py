@@ -1,34 +1,15 @@
 """What the kernels of a MoE layer must move and multiply at least, and how long a GPU takes for that at best.
 
-Not a measurement and not the cost of a layout (topologies/). Launches, latencies and caches are left out: a floor.
+Not a measurement; topologies/kernel_work.py says what is left out.
 Letters: T tokens, D width, F expert width, E experts, K top-k, M = T * K rows. Units: bytes, operations, seconds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ...topologies.planner.architecture import BF16
-from ...topologies.planner.hardware import Hardware
+from ...topologies.kernel_work import Work
 from .launches import MoEShapes
 
 _FP32, _INDEX, _COUNT = 4, 4, 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """Bytes that cross the memory's pins, and operations of products (two for a product and a sum)."""
-
-    bytes: float
-    flops: float = 0.0
-
-    def seconds(self, hardware: Hardware) -> float:
-        """Return the time of whichever takes longer; codes are multiplied as bf16."""
-        return max(self.bytes / hardware.memory_bandwidth, self.flops / hardware.flops(BF16))
-
-    def is_bound_by_memory(self, hardware: Hardware) -> bool:
-        """Return whether bytes take longer than products."""
-        return self.bytes / hardware.memory_bandwidth >= self.flops / hardware.flops(BF16)
 
 
 def hit_experts(num_tokens: int, num_experts: int, top_k: int) -> float:
