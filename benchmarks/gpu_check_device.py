@@ -1,0 +1,158 @@
+"""The GPU that gpu_check runs on: what it is, what it reaches at best, how long launches take, kernels compiled before.
+
+Not a list of what is run (gpu_check_values.py, gpu_check_speed.py, gpu_check_steps.py). Units: bytes, seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from importlib.metadata import version
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from moewe.native.gpu import TARGETS, GpuTarget, Launch, interpreting
+
+_COPIED = 2 << 30
+_SIDE = 8192  # of the product that tells the matrix rate
+_SHORTEST_S, _MOST_REPEATS = 2e-3, 20
+_REPLAYS = 5
+
+# What a builder of launches returns: one list for every repetition, over other memory each time.
+Repetitions = Sequence[Sequence[Launch]]
+
+
+def card() -> dict[str, str]:
+    """Return what results depend on besides the sources."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": version("triton")}
+    if interpreting():
+        return {"card": "Triton's interpreter on a CPU", **versions}
+    return {"card": torch.cuda.get_device_name(), **versions}
+
+
+def target_here() -> GpuTarget:
+    """Return what choices of tiles must know of this GPU; of the interpreter, an H200."""
+    if interpreting():
+        return TARGETS[90]
+    properties = torch.cuda.get_device_properties(0)
+    capability = properties.major * 10 + properties.minor
+    known = TARGETS[max((one for one in TARGETS if one <= capability), default=80)]
+    return GpuTarget(
+        capability=known.capability, num_sms=properties.multi_processor_count, shared_bytes=known.shared_bytes
+    )
+
+
+def ceilings() -> dict[str, float]:
+    """Return what this GPU reaches: bytes/s of a copy, read and written, and operations/s of a product in bf16."""
+    source = torch.empty(_COPIED, dtype=torch.uint8, device="cuda").zero_()
+    copy = source.new_empty(_COPIED)
+    copied = seconds_of(lambda: copy.copy_(source))
+    left, right = (torch.randn(_SIDE, _SIDE, device="cuda").bfloat16() for _ in range(2))
+    out = torch.empty_like(left)
+    multiplied = seconds_of(lambda: torch.mm(left, right, out=out))
+    return {
+        "copy_bytes_per_second": 2 * _COPIED / copied,
+        "matrix_flops_per_second": 2.0 * _SIDE**3 / multiplied,
+    }
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Return the median time of `call` on the GPU, by events, without a graph."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(10):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3)
+    return statistics.median(times)
+
+
+def repeats_for(floor_s: float) -> int:
+    """Return how often a graph shall hold what takes `floor_s` at best: until it takes a time that events can tell."""
+    return max(2, min(_MOST_REPEATS, -(-int(_SHORTEST_S * 1e9) // max(1, int(floor_s * 1e9)))))
+
+
+def graph_seconds(repetitions: Repetitions) -> float:
+    """Return the time of one repetition: all of them in one CUDA graph, so that no launch waits for the host.
+
+    Repetitions read other memory each, or more of it than the second-level cache holds; the median of some replays.
+    """
+    return callable_seconds([lambda launches=launches: [one.run() for one in launches] for launches in repetitions])
+
+
+def callable_seconds(calls: Sequence[Callable[[], object]]) -> float:
+    """Return the same of calls that launch what they like on the current stream."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:  # compiles what is not compiled yet, too
+            call()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        for call in calls:
+            call()
+    times = []
+    for number in range(_REPLAYS + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if number:  # the first one also uploads the graph
+            times.append(start.elapsed_time(end) * 1e-3 / len(calls))
+    del graph
+    return statistics.median(times)
+
+
+@contextmanager
+def memory_given_back() -> Iterator[None]:
+    """Give the memory of an item back to the driver: sizes differ much from one to the next."""
+    try:
+        yield
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def warm(launch: Launch) -> None:
+    """Compile what `launch` runs, as a launch would, without one: into the cache that all processes share."""
+    launch.kernel.warmup(
+        **launch.arguments, **launch.constants, grid=launch.grid, num_warps=launch.num_warps,
+        num_stages=launch.num_stages, enable_fp_fusion=launch.fuses_products,
+    )  # fmt: skip
+
+
+def compile_ahead(
+    warmed: Callable[[tuple[str, int, int]], int], stage: str, most_seconds: float, processes: int | None = None
+) -> dict[str, Any]:
+    """Compile the kernels of a stage in parallel; returns how many, how long, and what failed.
+
+    `warmed((stage, part, parts))` compiles every `parts`-th launch from `part` on, the most important first. What is
+    not done after `most_seconds` is compiled when it is launched.
+    """
+    parts, began = processes or len(os.sched_getaffinity(0)), time.monotonic()
+    pool = ProcessPoolExecutor(parts, mp_context=get_context("spawn"))
+    futures = [pool.submit(warmed, (stage, part, parts)) for part in range(parts)]
+    done, late = wait(futures, timeout=most_seconds)
+    failed = [str(future.exception()) for future in done if future.exception() is not None]
+    compiled = sum(future.result() for future in done if future.exception() is None)
+    if late:
+        for process in list((pool._processes or {}).values()):
+            process.terminate()
+    pool.shutdown(wait=not late, cancel_futures=True)
+    seconds = time.monotonic() - began
+    print(f"  {compiled} kernels compiled by {parts} processes in {seconds:.0f} s", file=sys.stderr)
+    return {"compiled": compiled, "seconds": round(seconds, 1), "late": len(late), "failed": failed}

@@ -1,0 +1,225 @@
+"""Stage 3 of gpu_check: whole steps of a random checkpoint in the shape of Qwen3-30B-A3B, through the engine.
+
+Decode by batch and prefill, with CUDA graphs and without, beside the least that bytes and products take; what the
+memory really moved, where the GPU counts it (NVML GPM); and what batch invariance costs. Units: seconds, bytes.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from benchmarks.gpu_check_plan import Item, LeftOut, share_figures
+from moewe import LLM, SamplingParams
+from moewe.attention.kernels.roofline import AttentionRows
+from moewe.models.config import ModelConfig
+from moewe.models.families import parse_content
+from moewe.models.footprint import cache_groups, model_footprint
+from moewe.moe.kernels.roofline import hit_experts
+from moewe.native.gpu_counters import open_counters
+from moewe.runtime.config import EngineConfig
+from moewe.topologies.kernel_work import Work
+
+MODEL = "qwen3-30b-a3b"
+CONTEXT = 1024
+BATCHES = (1, 8, 32, 64)
+PROMPT = 4096
+_SHORT, _LONG = 32, 160  # tokens of the two runs whose difference is decode alone
+_KV_BYTES = 16 << 30
+# What a mode sets; a mode whose field the engine does not have is not measured.
+MODES: dict[str, dict[str, Any]] = {
+    "graphs": {"enforce_eager": False},
+    "eager": {"enforce_eager": True},
+    "batch-invariant, graphs": {"enforce_eager": False, "batch_invariant": True},
+}
+
+
+def raw_config(layers: int | None = None) -> dict[str, Any]:
+    """Return the config.json of the model, with so many layers."""
+    text = (importlib.resources.files("moewe.models.published") / f"{MODEL}.json").read_text()
+    config: dict[str, Any] = json.loads(text)["config"]
+    return config if layers is None else {**config, "num_hidden_layers": layers}
+
+
+def parsed(raw: Mapping[str, Any]) -> ModelConfig:
+    """Return what moewe makes of it."""
+    return parse_content(dict(raw), "config.json")
+
+
+def decode_work(config: ModelConfig, batch: int, context: int) -> Work:
+    """Return the least that a decode step does in bf16: weights of the experts that are hit, all others, and KV."""
+    footprint = model_footprint(config, name=MODEL, dtype="bfloat16")
+    hit = hit_experts(batch, footprint.num_experts, footprint.top_k)
+    weights = footprint.attention_bytes + footprint.dense_bytes + footprint.shared_bytes + footprint.head_bytes
+    weights += footprint.num_moe_layers * hit * footprint.expert_bytes
+    attention = _attention_work(config, [(context - 1, 1)] * batch)
+    return Work(bytes=weights + attention.bytes, flops=batch * footprint.flops_per_token + attention.flops)
+
+
+def prefill_work(config: ModelConfig, tokens: int) -> Work:
+    """Return the least that a prompt takes: all products but the head's, of which one row is needed, and attention."""
+    footprint = model_footprint(config, name=MODEL, dtype="bfloat16")
+    head = 2.0 * config.vocab_size * config.hidden_size
+    attention = _attention_work(config, [(0, tokens)])
+    decoded = decode_work(config, tokens, 1)
+    flops = tokens * (footprint.flops_per_token - head) + head + attention.flops
+    return Work(bytes=decoded.bytes, flops=flops)
+
+
+def _attention_work(config: ModelConfig, runs: list[tuple[int, int]]) -> Work:
+    total = Work(bytes=0.0)
+    for group in cache_groups(config, dtype="bfloat16"):
+        one = AttentionRows(group=group, num_heads=config.num_heads).work(runs)
+        layers = len(group.layers)
+        total = Work(bytes=total.bytes + layers * one.bytes, flops=total.flops + layers * one.flops)
+    return total
+
+
+def unknown_options(options: Mapping[str, Any]) -> list[str]:
+    """Return those that this version of the engine does not have."""
+    parts = [part.type for part in msgspec.structs.fields(EngineConfig)]
+    known = {field.name for part in parts for field in msgspec.structs.fields(part)}
+    return sorted(set(options) - known)
+
+
+@dataclass
+class Engines:
+    """The engine of the last mode: a start takes longer than what is measured on it.
+
+    Attributes:
+        folder: where config.json is written.
+        raw: the config.
+        options: of every engine.
+    """
+
+    folder: Path
+    raw: Mapping[str, Any]
+    options: Mapping[str, Any]
+    _mode: str | None = None
+    _llm: LLM | None = None
+    start_seconds: dict[str, float] = field(default_factory=dict)
+
+    def of(self, mode: str) -> LLM:
+        """Return an engine in `mode`; the one before ends."""
+        missing = unknown_options(MODES[mode])
+        if missing:
+            raise LeftOut(f"this version has no {', '.join(missing)}")
+        if self._llm is None or self._mode != mode:
+            self.close()
+            (self.folder / "config.json").write_text(json.dumps(dict(self.raw)))
+            began = time.monotonic()
+            self._llm = LLM(
+                str(self.folder), load_format="dummy", skip_tokenizer_init=True, **self.options, **MODES[mode]
+            )
+            self._mode, self.start_seconds[mode] = mode, time.monotonic() - began
+        return self._llm
+
+    def close(self) -> None:
+        """End it."""
+        if self._llm is not None:
+            self._llm.close()
+            self._llm = None
+
+
+def prompts(number: int, length: int, vocab: int, seed: int) -> list[dict[str, list[int]]]:
+    """Return random prompts, others for every seed: none is found in the prefix cache."""
+    ids = np.random.default_rng(seed).integers(1, vocab, (number, length))
+    return [{"prompt_token_ids": row} for row in ids.tolist()]
+
+
+def timed(llm: LLM, batch: list[dict[str, list[int]]], new_tokens: int) -> float:
+    """Return the time of one call."""
+    params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
+    began = time.monotonic()
+    llm.generate(batch, params)
+    return time.monotonic() - began
+
+
+def decode_seconds(llm: LLM, batch: int, context: int, vocab: int, tokens: tuple[int, int]) -> float:
+    """Return the time of a step: of two runs, whose prompts take the same, the longer less the shorter."""
+    short, long = tokens
+    times = []
+    for seed in range(2):
+        asked = (prompts(batch, context - long, vocab, 2 * seed + i) for i in range(2))
+        times.append(-timed(llm, next(asked), short) + timed(llm, next(asked), long))
+    return min(times) / (long - short)
+
+
+def decode_figures(
+    llm: LLM, config: ModelConfig, batch: int, ceilings: Mapping[str, float], *, goal: str | None
+) -> dict[str, Any]:
+    """Return the figures of decode steps behind CONTEXT tokens."""
+    seconds = decode_seconds(llm, batch, CONTEXT, config.vocab_size, (_SHORT, _LONG))
+    work = decode_work(config, batch, CONTEXT - (_LONG - _SHORT) // 2)
+    return {
+        **share_figures(work.bytes, work.flops, seconds, ceilings),
+        "goal": goal,
+        "tokens_per_second": batch / seconds,
+    }
+
+
+def prefill_figures(llm: LLM, config: ModelConfig, tokens: int, ceilings: Mapping[str, float]) -> dict[str, Any]:
+    """Return the figures of a prompt, from the call to its first token."""
+    seconds = min(timed(llm, prompts(1, tokens, config.vocab_size, 90 + seed), 1) for seed in range(3))
+    work = prefill_work(config, tokens)
+    return {**share_figures(work.bytes, work.flops, seconds, ceilings), "tokens_per_second": tokens / seconds}
+
+
+def saturation_figures(
+    llm: LLM, config: ModelConfig, batch: int, ceilings: Mapping[str, float], uuid: str
+) -> dict[str, Any]:
+    """Return what the memory moved by the GPU's own count, while a batch was prefilled and decoded."""
+    counter = open_counters(uuid).memory
+    if counter is None:
+        return {"said": "no GPM counter: an older GPU, no nvidia-ml-py, or the driver refuses"}
+    asked = prompts(batch, 16, config.vocab_size, 7)
+    timed(llm, asked, 8)
+    counter.take()
+    seconds = timed(llm, prompts(batch, 16, config.vocab_size, 8), CONTEXT)
+    moved = counter.take()
+    counted = CONTEXT * decode_work(config, batch, CONTEXT // 2).bytes
+    share = moved / seconds / ceilings["copy_bytes_per_second"]
+    return {
+        "measured_bytes_per_second": moved / seconds,
+        "bandwidth_share": share,
+        "counted_over_measured": counted / moved,
+        "said": f"GPM: {share:.0%} of the copy rate; the byte floor is {counted / moved:.0%} of what was moved",
+    }
+
+
+def items(engines: Engines, ceilings: Mapping[str, float], uuid: str, *, most_tokens: int = PROMPT) -> Iterator[Item]:
+    """Yield the items of the stage, a mode's together."""
+    config = parsed(engines.raw)
+
+    def decode(mode: str, batch: int) -> Callable[[], dict[str, Any]]:
+        goal = "decode step" if mode == "graphs" and batch == 1 else None
+        return lambda: decode_figures(engines.of(mode), config, batch, ceilings, goal=goal)
+
+    def prefill(mode: str) -> Callable[[], dict[str, Any]]:
+        return lambda: prefill_figures(engines.of(mode), config, most_tokens, ceilings)
+
+    for rank, mode in enumerate(MODES):
+        for batch in BATCHES:
+            yield Item(name=f"decode, {mode}, batch {batch}", rank=rank, run=decode(mode, batch), floor_s=10)
+        yield Item(name=f"prefill, {mode}, {most_tokens} tokens", rank=rank, run=prefill(mode), floor_s=5)
+        if not rank:
+            yield Item(
+                name=f"saturation, {mode}, batch 32", rank=rank, floor_s=10,
+                run=lambda mode=mode: saturation_figures(engines.of(mode), config, 32, ceilings, uuid),
+            )  # fmt: skip
+
+
+def options_for_gpu() -> dict[str, Any]:
+    """Return what engines are started with."""
+    return {
+        "device": "cuda", "dtype": "bfloat16", "max_model_len": PROMPT + _LONG, "max_num_seqs": max(BATCHES),
+        "max_num_batched_tokens": PROMPT, "kv_cache_memory_bytes": _KV_BYTES,
+    }  # fmt: skip
