@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from ..topologies.grid import slot_ranges
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

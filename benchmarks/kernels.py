@@ -19,12 +19,14 @@ from typing import Any
 import records
 import torch
 
-from moewe.moe.gated import SILU, ExpertWeights
+from moewe.moe.activation import SILU
+from moewe.moe.gated import ExpertWeights
 from moewe.moe.native_experts import native_ffn
 from moewe.native.bandwidth import measure_read_bandwidth
 from moewe.native.library import native_isa, set_threads
 from moewe.native.matrix_rate import measure_matrix_rate
-from moewe.quant import linear, logits, pack
+from moewe.quant import logits, pack
+from moewe.quant.linear import linear
 
 WIDTH, FFN_WIDTH, EXPERTS, TOP_K, VOCABULARY = 1024, 512, 32, 8, 49152  # a layer of bench-1b
 COPIES = 8

@@ -25,7 +25,8 @@ import records
 import torch
 import torch.distributed as dist
 
-from moewe.moe.gated import SILU, Activation, ExpertWeights
+from moewe.moe.activation import SILU, Activation
+from moewe.moe.gated import ExpertWeights
 from moewe.moe.layer import MoELayer
 from moewe.moe.probing import LinkProber
 from moewe.moe.routing import RoutingConfig

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..quant import SCALE_DTYPE, NumberFormat
+from ..quant import SCALE_FORMAT, NumberFormat
 
 # A head whose largest magnitude is below this counts as zeros, so that no scale is so small that bits are lost.
 SMALLEST_HEAD = 2.0**-100
@@ -35,7 +35,7 @@ def quantize_heads(values: torch.Tensor, number_format: NumberFormat) -> tuple[t
     elements = elements.masked_fill((bad | (scales == 0))[..., None], 0.0)
     if not number_format.torch_dtype.is_floating_point:
         elements = elements.round()
-    return elements.to(number_format.torch_dtype), scales.to(SCALE_DTYPE).masked_fill(bad, torch.nan)
+    return elements.to(number_format.torch_dtype), scales.to(SCALE_FORMAT.torch_dtype).masked_fill(bad, torch.nan)
 
 
 def dequantize_heads(elements: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 
 from ..native.huge_pages import map_huge
 from ..native.resident import resident_bytes
-from ..quant import SCALE_DTYPE
+from ..quant import SCALE_FORMAT
 from .groups import CacheGroup
 from .scaled import dequantize_heads, quantize_heads
 
@@ -87,7 +87,7 @@ class KVStorage:
             widths = (group.head_dim,) if latent else (group.head_dim, group.value_dim)
             held = group.number_format
             elements = [_zeros((*shape, width), held.torch_dtype, torch.device(device)) for width in widths]
-            scales = [_zeros(shape, SCALE_DTYPE, torch.device(device)) for _ in widths if held.is_scaled]
+            scales = [_zeros(shape, SCALE_FORMAT.torch_dtype, torch.device(device)) for _ in widths if held.is_scaled]
             self._tensors.append(elements + scales)
             for i, layer in enumerate(group.layers):
                 if layer in self._layers:

@@ -16,6 +16,7 @@ import torch
 from ..moe.gated import ExpertWeights
 from ..moe.wide_ep.placement import ExpertPlacement
 from ..quant import Matrix, QuantTensor, empty_matrix
+from ..quant.formats import torch_dtype
 from .config import LatentConfig, ModelConfig, MoEConfig
 from .parameters import (
     EMBEDDING,
@@ -149,7 +150,7 @@ class _Allocator:
         return self.single(name) if name in self.parameters else None
 
     def empty(self, shape: tuple[int, ...], parameter: Parameter) -> torch.Tensor:
-        dtype = parameter.dtype or self.dtype
+        dtype = self.dtype if parameter.dtype is None else torch_dtype(parameter.dtype)
         if self.device.type == "cpu":
             return empty_matrix(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..moe.gated import SILU, Activation
+from ..moe.activation import SILU, Activation
 from ..moe.routing import RoutingConfig
 from ..quant import Quantization
 

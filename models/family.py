@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..moe.gated import SILU, Activation
+from ..moe.activation import SILU, Activation
 from .json_fields import Fields
 from .layer_rules import AttentionLayers, MoELayers, every_layer, full_attention
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..moe.gated import Activation
+from ..moe.activation import Activation
 from .config import QueryTemperature
 from .family import MAX_WIDTH, Groups, SharedWidth
 from .json_fields import Fields

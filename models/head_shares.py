@@ -12,14 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from ..attention.tensor_parallel import HeadShare
 from ..topologies import Topology, TopologyError
 from .config import ModelConfig
 from .name_map import Piece
 from .parameters import attention_parameters, layer_prefix, scheme_of
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import torch
 from ..attention.batch import AttentionBatch
 from ..attention.paged import paged_attention
 from ..kvcache.storage import KVStorage
-from ..quant import PackedTensor, head_linear, linear
+from ..quant import PackedTensor, head_linear
+from ..quant.linear import linear
 from .config import ModelConfig
 from .layers import RowPositions, attention_options, rms_norm
 from .rotary import Rotary

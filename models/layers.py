@@ -16,7 +16,7 @@ from ..attention.batch import AttentionBatch, AttentionOptions
 from ..attention.paged import paged_attention
 from ..attention.tensor_parallel import TensorParallelGroup
 from ..kvcache.storage import KVStorage
-from ..quant import linear
+from ..quant.linear import linear
 from .config import ModelConfig, QueryTemperature
 from .rotary import Angles, Rotary
 from .weights import LayerWeights

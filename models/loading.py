@@ -108,12 +108,6 @@ def load_weights(
     )
 
 
-def check_weights(path: Path, config: ModelConfig) -> None:
-    """Raise the ConfigError that loading would raise for missing, unknown or misshapen tensors; reads only headers."""
-    with open_checkpoint(path) as checkpoint:
-        match_tensors(checkpoint.tensors, config)
-
-
 def prove_filled(weights: object, written: Spans) -> None:
     """Raise RuntimeError unless the address ranges `written` cover every byte of every tensor in a record once."""
     spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor in tensors_of(weights))

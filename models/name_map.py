@@ -11,8 +11,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-import torch
-
 from ..quant import FP8_BLOCK, QuantScheme
 from .config import ConfigError, ModelConfig
 from .json_fields import show
@@ -29,7 +27,7 @@ from .parameters import (
 from .safetensors_file import LOADABLE, StoredTensor
 from .tensor_names import Spelling
 
-_STORED_AS = {torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3"}
+_STORED_AS = {"uint8": "U8", "float8_e4m3fn": "F8_E4M3"}
 _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _IN_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.(.+)")
 _EXPERT = re.compile(r"(.*\.experts\.)(0|[1-9][0-9]{0,8})(\..+)")
@@ -194,7 +192,7 @@ class _Matcher:
     ) -> Iterator[Piece]:
         parts = [self.layers[layer][own] for own in spelling.own]
         scheme = self._kv_b_scheme(layer) if spelling.order == "heads" else None
-        _check_dtype(stored, torch.float8_e4m3fn if scheme is not None else parts[0].dtype)
+        _check_dtype(stored, "float8_e4m3fn" if scheme is not None else parts[0].dtype)
         rows = tuple(math.prod(part.shape[:-1]) if len(part.shape) > 1 else part.shape[0] for part in parts)
         columns = parts[0].shape[-1:] if len(parts[0].shape) > 1 else ()
         shape = (*columns, sum(rows)) if spelling.transposed else (sum(rows), *columns)
@@ -276,7 +274,7 @@ def _check_shape(stored: StoredTensor, shape: tuple[int, ...]) -> None:
     assert math.prod(shape) > 0
 
 
-def _check_dtype(stored: StoredTensor, held: torch.dtype | None) -> None:
+def _check_dtype(stored: StoredTensor, held: str | None) -> None:
     """Refuse a stored number format that cannot become `held` (None: the model's)."""
     packed = _STORED_AS.get(held) if held is not None else None
     if packed is not None and stored.dtype != packed:

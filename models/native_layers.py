@@ -17,7 +17,7 @@ from ..attention.batch import AttentionBatch
 from ..attention.native import KV_CODES, AttentionArgs, AttentionStepArgs, NativeAttention
 from ..attention.native_heads import HeadSteps, QkvEpilogue, QkvEpilogueArgs
 from ..kvcache.storage import KVStorage
-from ..moe.gated import SILU
+from ..moe.activation import SILU
 from ..moe.layer import MoELayer
 from ..moe.native_experts import ExpertFfnArgs, ffn_args
 from ..moe.native_route import RouteArgs

@@ -14,17 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from ..moe.gated import ExpertWeights
-from ..quant import (
-    PackedTensor,
-    QuantTensor,
-    WeightScheme,
-    down_scheme,
-    head_scheme,
-    num_bytes,
-    pack,
-    pack_codes,
-    quantize,
-)
+from ..quant import PackedTensor, QuantTensor, WeightScheme, down_scheme, head_scheme, num_bytes, pack
+from ..quant.pack_codes import pack_codes
+from ..quant.quantize import quantize
 from .weights import LayerWeights, ModelWeights
 
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-
 from ..quant import FP8_BLOCK, MXFP4, Quantization, QuantScheme
-from ..quant.tensor import DATA_DTYPES, SCALE_DTYPES
+from ..quant.scheme import DATA_TYPES, SCALE_TYPES
 from .config import ConfigError, LatentConfig, ModelConfig, MoEConfig
 from .tensor_names import EXPERT, NAMES, TensorNames
 
@@ -25,10 +23,10 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One parameter: `shape` as held, `dtype` None where it is that of the model, `packed` numbers an element."""
+    """One parameter: `shape` as held, name of the torch type or None for the model's, `packed` numbers an element."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype | None = None
+    dtype: str | None = None
     packed: int = 1
 
     @property
@@ -38,11 +36,12 @@ class Parameter:
 
     def num_bytes(self, itemsize: int) -> int:
         """Return exact bytes where the model's dtype takes `itemsize` bytes."""
-        return self.num_elements * (itemsize if self.dtype is None else self.dtype.itemsize)
+        return self.num_elements * (itemsize if self.dtype is None else _ITEMSIZES[self.dtype])
 
 
 Parameters = dict[str, Parameter]
-_FP32 = torch.float32
+_FP32 = "float32"
+_ITEMSIZES = {_FP32: 4, "uint8": 1, "int8": 1, "float8_e4m3fn": 1}
 
 
 def layer_prefix(layer: int) -> str:
@@ -228,9 +227,9 @@ def _matrices(
         else:
             _check_width(scheme, module, columns)
             data, packed = scheme.data_shape(rows, columns), 2 if scheme.kind == MXFP4 else 1
-            parameters[f"{module}.weight"] = Parameter(shape=data, dtype=DATA_DTYPES[scheme.kind], packed=packed)
+            parameters[f"{module}.weight"] = Parameter(shape=data, dtype=DATA_TYPES[scheme.kind], packed=packed)
             parameters[f"{module}.weight_scale"] = Parameter(
-                shape=scheme.scales_shape(rows, columns), dtype=SCALE_DTYPES[scheme.kind]
+                shape=scheme.scales_shape(rows, columns), dtype=SCALE_TYPES[scheme.kind]
             )
         if bias:
             parameters[f"{module}.bias"] = Parameter(shape=(rows,))

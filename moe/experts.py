@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..quant import Matrix, PackedTensor, QuantTensor, dense, linear
-from .gated import SILU, Activation, ExpertWeights, GatedFFN
+from ..quant import Matrix, PackedTensor, QuantTensor, dense
+from ..quant.linear import linear
+from .activation import SILU, Activation
+from .gated import ExpertWeights, GatedFFN
 from .native_experts import native_ffn
 
 

@@ -1,6 +1,7 @@
-"""What gated FFNs are made of: the weights of one and of all experts of a rank, and the activation inside.
+"""What gated FFNs are made of: the weights of one and of all experts of a rank.
 
-Not their computation (experts.py, native_experts.py). Letters: S slots of this rank, D width, F expert width.
+Not their computation (experts.py, native_experts.py) and not the activation inside (activation.py).
+Letters: S slots of this rank, D width, F expert width.
 """
 
 from __future__ import annotations
@@ -14,24 +15,6 @@ import torch
 import torch.nn.functional as F
 
 from ..quant import Matrix, PackedTensor, QuantTensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Activation:
-    """What stands between the two products of a gated FFN.
-
-    Attributes:
-        kind: `silu`: silu(gate) * up. `clamped`: gate is cut above `limit`, up to [-limit, limit], and the result is
-            gate * sigmoid(alpha * gate) * (up + 1) (gpt-oss).
-        alpha, limit: of `clamped`.
-    """
-
-    kind: str = "silu"
-    alpha: float = 1.702
-    limit: float = 7.0
-
-
-SILU = Activation()
 
 
 class GatedFFN(Protocol):

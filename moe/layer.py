@@ -19,8 +19,9 @@ from ..quant import PackedTensor, num_bytes
 from ..telemetry import RankCounters, RankProgress, StepMarks
 from ..telemetry.step_marks import COMBINE, DISPATCH, EXPERTS, ROUTING, SHARED
 from ..topologies.overlap_choice import HALVES, NOTHING
+from .activation import SILU, Activation
 from .experts import filled_ffn, gated_ffn, grouped_ffn
-from .gated import SILU, Activation, ExpertWeights, GatedFFN
+from .gated import ExpertWeights, GatedFFN
 from .native_experts import ExpertFfnArgs, ffn_args, native_ffn, native_ffn_combine
 from .native_route import NativeRouter, RouteArgs
 from .routing import RoutingConfig, route

@@ -12,7 +12,8 @@ import torch
 
 from ..native.library import load
 from ..quant.packed import MatrixArgs, PackedTensor
-from .gated import SILU, Activation, ExpertWeights, GatedFFN
+from .activation import SILU, Activation
+from .gated import ExpertWeights, GatedFFN
 from .native_route import Routed
 from .wide_ep.exchanges.native_combine import combine_args
 

@@ -11,7 +11,8 @@ import math
 import torch
 
 from ..quant import dense
-from .gated import SILU, Activation, ExpertWeights
+from .activation import SILU, Activation
+from .gated import ExpertWeights
 
 
 def activation_reference(gate_F: torch.Tensor, up_F: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -1,14 +1,17 @@
 """Number formats of weights, activations and KV: their names, widths and torch types.
 
 Not a quantiser and not a kernel: only the tables that everybody reads, so that a format is spelled in one place.
-Units: bytes per element. Formats that pack several elements in a byte are schemes of `tensor`.
+Whoever only plans with them does without torch. Units: bytes per element. Formats that pack several elements in a byte
+are schemes (scheme.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,18 +20,20 @@ class NumberFormat:
 
     Attributes:
         name: as config.json spells it, or as users name a format of KV.
-        torch_dtype: the torch type that holds an element.
+        torch_name: of the torch type that holds an element.
+        itemsize: bytes of one element.
         largest: of a format of KV whose elements have scales: the largest element. 0 where elements are the values.
     """
 
     name: str
-    torch_dtype: torch.dtype
+    torch_name: str
+    itemsize: int
     largest: float = 0.0
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return self.torch_dtype.itemsize
+    def torch_dtype(self) -> torch.dtype:
+        """The torch type that holds an element."""
+        return torch_dtype(self.torch_name)
 
     @property
     def is_scaled(self) -> bool:
@@ -38,23 +43,31 @@ class NumberFormat:
     @property
     def scale_itemsize(self) -> int:
         """Bytes of a scale."""
-        return SCALE_DTYPE.itemsize if self.is_scaled else 0
+        return SCALE_FORMAT.itemsize if self.is_scaled else 0
 
-
-SCALE_DTYPE = torch.bfloat16  # of KV
 
 FORMATS: dict[str, NumberFormat] = {
-    "float32": NumberFormat(name="float32", torch_dtype=torch.float32),
-    "bfloat16": NumberFormat(name="bfloat16", torch_dtype=torch.bfloat16),
-    "float16": NumberFormat(name="float16", torch_dtype=torch.float16),
+    "float32": NumberFormat(name="float32", torch_name="float32", itemsize=4),
+    "bfloat16": NumberFormat(name="bfloat16", torch_name="bfloat16", itemsize=2),
+    "float16": NumberFormat(name="float16", torch_name="float16", itemsize=2),
 }
+SCALE_FORMAT = FORMATS["bfloat16"]  # of scales of KV
 # What KV can be besides: elements of one byte and a scale a token and KV head (kvcache/scaled.py).
 KV_FORMATS: dict[str, NumberFormat] = {
-    "fp8": NumberFormat(name="fp8", torch_dtype=torch.float8_e4m3fn, largest=448.0),
-    "int8": NumberFormat(name="int8", torch_dtype=torch.int8, largest=127.0),
+    "fp8": NumberFormat(name="fp8", torch_name="float8_e4m3fn", itemsize=1, largest=448.0),
+    "int8": NumberFormat(name="int8", torch_name="int8", itemsize=1, largest=127.0),
 }
 _KV_ALIASES = {"fp8_e4m3": "fp8", "fp8_per_token_head": "fp8", "int8_per_token_head": "int8"}
 _ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch type called `name`."""
+    import torch
+
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype), name
+    return found
 
 
 def parse_format(name: str) -> NumberFormat:

@@ -12,7 +12,8 @@ import ctypes
 import torch
 
 from ..native.library import load
-from .packed import BF16, MatrixArgs, PackedTensor, call
+from .packed import MatrixArgs, PackedTensor, call
+from .tiles import BF16
 
 
 class LinearArgs(ctypes.Structure):

@@ -11,8 +11,10 @@ import ctypes
 import torch
 
 from .memory import empty_lasting
-from .packed import MatrixArgs, PackedTensor, call, column_tiles
-from .tensor import FP8_BLOCK, MXFP4, QuantTensor
+from .packed import MatrixArgs, PackedTensor, call
+from .scheme import FP8_BLOCK, MXFP4
+from .tensor import QuantTensor
+from .tiles import column_tiles
 
 _ROWS, _DEPTH = 16, 32  # of a tile: outputs, inputs
 

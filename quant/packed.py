@@ -17,11 +17,10 @@ import torch
 from ..native.library import load
 from .codes import fp8_numbers, mxfp4_numbers
 from .memory import empty_lasting
-from .tensor import FP8_BLOCK, MXFP4
+from .scheme import FP8_BLOCK, MXFP4
+from .tiles import BF16, DEPTH, INT4, INT8, ROWS, column_tiles
 
-BF16, INT8, INT4 = "bf16", "int8", "int4"
 _FORMATS = {BF16: 0, INT8: 1, INT4: 2, MXFP4: 3, FP8_BLOCK: 4}
-_ROWS, _DEPTH = 16, 32  # of a tile of weights in bf16: 16 outputs, 32 inputs
 
 
 class MatrixArgs(ctypes.Structure):
@@ -121,7 +120,7 @@ class PackedTensor:
         """Return the numbers in rows again: `shape`. For tests and for products that no kernel does."""
         *stack, rows, columns = self.shape
         tiles = self._numbers().movedim(-2, -4)  # [.., C, output, tiles along K, pair or quad, which of it]
-        bands = tiles.reshape(*stack, -1, _ROWS, tiles.shape[-3:].numel())
+        bands = tiles.reshape(*stack, -1, ROWS, tiles.shape[-3:].numel())
         if not self.gate_up:
             return bands.flatten(-3, -2)[..., :rows, :columns].to(dtype)
         gates, ups = (bands[..., half::2, :, :].flatten(-3, -2)[..., : rows // 2, :columns] for half in range(2))
@@ -190,8 +189,8 @@ def pack(matrix: torch.Tensor, *, gate_up: bool = False, in_place: bool = False)
     *stack, rows, columns = matrix.shape
     assert len(stack) <= 1 and not (gate_up and rows % 2), matrix.shape
     num_tiles = column_tiles(rows, gate_up=gate_up)
-    tiled = (*stack, num_tiles, -(-columns // _DEPTH), _DEPTH // 2, _ROWS, 2)
-    fits = num_tiles * _ROWS == rows and columns % _DEPTH == 0
+    tiled = (*stack, num_tiles, -(-columns // DEPTH), DEPTH // 2, ROWS, 2)
+    fits = num_tiles * ROWS == rows and columns % DEPTH == 0
     data = matrix.view(tiled) if in_place and fits else empty_lasting(tiled, matrix.dtype)
     call(
         "moewe_pack",
@@ -201,16 +200,6 @@ def pack(matrix: torch.Tensor, *, gate_up: bool = False, in_place: bool = False)
         ),
     )  # fmt: skip
     return PackedTensor(data=data, shape=tuple(matrix.shape), gate_up=gate_up)
-
-
-def column_tiles(rows: int, *, gate_up: bool) -> int:
-    """Return how many column tiles of 16 outputs a matrix of so many rows has."""
-    return 2 * -(-(rows // 2) // _ROWS) if gate_up else -(-rows // _ROWS)
-
-
-def packed_bytes(stack: int, rows: int, columns: int) -> int:
-    """Return what `stack` matrices [rows, columns] of bf16 take when they are packed, padding included."""
-    return stack * column_tiles(rows, gate_up=False) * _ROWS * -(-columns // _DEPTH) * _DEPTH * 2
 
 
 def call(name: str, args: ctypes.Structure) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .tensor import QuantScheme
+from .scheme import QuantScheme
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,9 @@ import ctypes
 import torch
 
 from .memory import empty_lasting
-from .packed import INT8, MatrixArgs, PackedTensor, call, column_tiles
+from .packed import MatrixArgs, PackedTensor, call
 from .schemes import MOST_INPUTS, WeightScheme
+from .tiles import INT8, column_tiles
 
 _SOURCES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 

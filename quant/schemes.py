@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .packed import INT4, INT8, column_tiles
+from .tiles import INT4, INT8, column_tiles
 
 SCHEMES = (INT8, INT4)
 GROUPS = (32, 64, 128)

@@ -11,47 +11,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-MXFP4, FP8_BLOCK, INT8_BLOCK, INT4_GROUP = "mxfp4", "fp8_block", "int8_block", "int4_group"
+from .scheme import INT4_GROUP, MXFP4, QuantScheme
+
 # e2m1: sign, two bits of exponent, one of mantissa (Open Compute Project, Microscaling formats, 2023).
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E8M0_BIAS, E8M0_NAN = 127, 255
 INT4_MIDDLE = 8  # what stands for zero where there are no `zeros`
-DATA_DTYPES = {
-    MXFP4: torch.uint8, FP8_BLOCK: torch.float8_e4m3fn, INT8_BLOCK: torch.int8, INT4_GROUP: torch.uint8,
-}  # fmt: skip
-SCALE_DTYPES = {MXFP4: torch.uint8, FP8_BLOCK: torch.float32}
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantScheme:
-    """How data and scales make numbers.
-
-    Attributes:
-        kind: `mxfp4`: two e2m1 numbers a byte, low nibble first, times two to the power of an e8m0 scale; `fp8_block`,
-            `int8_block`: e4m3 or whole numbers times an fp32 scale; `int4_group`: two codes (0 to 15) a byte, low
-            nibble first, and (code - zero) times a scale.
-        block: rows and columns that share a scale; the last block of either dim may be cut short. (1, 32) for mxfp4,
-            (1, group) for int4_group; (1, all columns) has a scale an output, (all rows, all columns) one in all.
-    """
-
-    kind: str
-    block: tuple[int, int]
-
-    @property
-    def is_two_a_byte(self) -> bool:
-        """Whether a byte holds two numbers."""
-        return self.kind in (MXFP4, INT4_GROUP)
-
-    def data_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return the shape of the packed data of a matrix."""
-        return (rows, columns // 2) if self.is_two_a_byte else (rows, columns)
-
-    def scales_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return the shape of the scales of a matrix: one a block, begun blocks too."""
-        return (-(-rows // self.block[0]), -(-columns // self.block[1]))
-
-
-MXFP4_SCHEME = QuantScheme(kind=MXFP4, block=(1, 32))
 
 
 @dataclass(frozen=True, kw_only=True)

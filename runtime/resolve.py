@@ -20,7 +20,7 @@ from ..models.config import ModelConfig
 from ..models.families import load_config, unread_fields
 from ..models.footprint import model_footprint
 from ..models.head_shares import check_heads
-from ..models.loading import check_weights
+from ..models.headers import check_weights
 from ..native.library import outcome
 from ..quant import NumberFormat, parse_format, parse_kv_format, weight_scheme
 from ..text import check_tokenizer_files

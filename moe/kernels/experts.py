@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from ...native.gpu import GpuTarget, Launch
-from ..gated import SILU, Activation, ExpertWeights
+from ..activation import SILU, Activation
+from ..gated import ExpertWeights
 from .expert_tiles import ProductConfig, ProductSize, most_tiles, pick_config
 from .weights import Weights, kernel_weights
 

@@ -13,7 +13,8 @@ import torch
 
 from ...native.gpu import GpuTarget, Launch
 from ...quant import FP8_BLOCK, INT4_GROUP, INT8_BLOCK, MXFP4_SCHEME, Matrix, QuantScheme, QuantTensor
-from ..gated import SILU, Activation, ExpertWeights
+from ..activation import SILU, Activation
+from ..gated import ExpertWeights
 from ..routing import RoutingConfig
 from .combine import combine_launch
 from .experts import ffn_launches

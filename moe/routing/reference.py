@@ -10,7 +10,8 @@ import math
 
 import torch
 
-from .router import Routing, RoutingConfig
+from .config import RoutingConfig
+from .router import Routing
 
 
 def route_reference(logits: torch.Tensor, config: RoutingConfig, selection_bias: torch.Tensor | None = None) -> Routing:

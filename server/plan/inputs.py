@@ -15,7 +15,7 @@ from ...models.architecture import CHECKPOINT, architecture
 from ...models.checkpoint import find_shards
 from ...models.config import ConfigError, ModelConfig
 from ...models.families import load_config
-from ...models.loading import check_weights
+from ...models.headers import check_weights
 from ...models.published import published_config, published_names
 from ...models.source import resolve_model
 from ...moe.wide_ep.balancing.load_file import read_load

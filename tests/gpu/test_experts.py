@@ -9,7 +9,8 @@ import pytest
 import torch
 from _pytest.mark.structures import ParameterSet
 
-from moewe.moe.gated import SILU, Activation, ExpertWeights
+from moewe.moe.activation import SILU, Activation
+from moewe.moe.gated import ExpertWeights
 from moewe.moe.kernels.experts import triton_ffn
 from moewe.moe.reference import grouped_ffn_reference
 from moewe.native.gpu import TARGETS, GpuTarget

@@ -6,7 +6,7 @@ import transformers
 
 from moewe.models.config import ConfigError, LatentConfig, LayerAttention, QueryTemperature
 from moewe.models.families import FAMILIES, load_config
-from moewe.moe.gated import SILU, Activation
+from moewe.moe.activation import SILU, Activation
 from tests.support.configs import DELETE, edited_config, reference_config, refusal, saved_config
 from tests.support.fixtures import FIXTURES, edit_config, edit_json, new_folder
 

@@ -8,7 +8,8 @@ import transformers
 
 from moewe.models.config import ConfigError
 from moewe.models.families import FAMILIES, load_config
-from moewe.models.loading import LoadOptions, check_weights, load_weights
+from moewe.models.headers import check_weights
+from moewe.models.loading import LoadOptions, load_weights
 from moewe.models.tensor_names import NAMES
 from tests.support.fixtures import (
     FIXTURES,

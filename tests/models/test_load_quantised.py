@@ -5,7 +5,8 @@ import torch
 
 from moewe.models.config import ConfigError
 from moewe.models.families import load_config
-from moewe.models.loading import LoadOptions, check_weights, load_weights
+from moewe.models.headers import check_weights
+from moewe.models.loading import LoadOptions, load_weights
 from moewe.moe.wide_ep.placement import linear_placement
 from moewe.quant import QuantTensor
 from moewe.quant.reference import dequantize_reference

@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 
 from moewe.models.config import ConfigError
 from moewe.models.families import load_config
-from moewe.models.loading import LoadOptions, check_weights, load_weights, prove_filled
+from moewe.models.headers import check_weights
+from moewe.models.loading import LoadOptions, load_weights, prove_filled
 from moewe.models.safetensors_file import SafetensorsFile
 from moewe.moe.wide_ep.placement import ExpertPlacement, linear_placement
 from tests.support.fixtures import (

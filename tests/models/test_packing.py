@@ -10,8 +10,9 @@ from moewe.models.packing import pack_weights, packable_bytes
 from moewe.models.weights import ModelWeights, bytes_by_kind
 from moewe.moe.gated import ExpertWeights
 from moewe.quant import FP8_BLOCK, MXFP4_SCHEME, PackedTensor, QuantScheme, QuantTensor, empty_matrix
+from moewe.quant.formats import torch_dtype
 from moewe.quant.packed import can_pack
-from moewe.quant.tensor import DATA_DTYPES, SCALE_DTYPES
+from moewe.quant.scheme import DATA_TYPES, SCALE_TYPES
 from tests.support.fixtures import FIXTURES, checkpoint
 from tests.support.native import needs_native
 from tests.support.numerics import assert_same
@@ -131,9 +132,9 @@ def test_packing_holds_no_second_copy_of_the_model(kind, ffn_width):
             return memory(shape, torch.bfloat16)
         scheme = MXFP4_SCHEME if kind == "mxfp4" else QuantScheme(kind=FP8_BLOCK, block=(128, 128))
         parts = (shape[1] // sections,) * sections
-        data = memory((shape[0], *scheme.data_shape(*shape[1:])), DATA_DTYPES[kind])
+        data = memory((shape[0], *scheme.data_shape(*shape[1:])), torch_dtype(DATA_TYPES[kind]))
         rows, columns = scheme.scales_shape(parts[0], shape[2])
-        scales = memory((shape[0], rows * sections, columns), SCALE_DTYPES[kind])
+        scales = memory((shape[0], rows * sections, columns), torch_dtype(SCALE_TYPES[kind]))
         return QuantTensor(data=data, scales=scales, scheme=scheme, shape=shape, sections=parts)
 
     class Layer:

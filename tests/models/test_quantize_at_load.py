@@ -14,7 +14,8 @@ from moewe.models.footprint import model_footprint
 from moewe.models.loading import LoadOptions, LoadReport, load_weights
 from moewe.models.weights import bytes_by_kind
 from moewe.moe.wide_ep.placement import linear_placement
-from moewe.quant import PackedTensor, WeightScheme, down_scheme, head_scheme, quantize, weight_scheme
+from moewe.quant import PackedTensor, WeightScheme, down_scheme, head_scheme, weight_scheme
+from moewe.quant.quantize import quantize
 from tests.support.fixtures import FIXTURES, checkpoint
 from tests.support.native import needs_native
 from tests.support.numerics import assert_same

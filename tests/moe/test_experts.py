@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moewe.moe.activation import SILU, Activation
 from moewe.moe.experts import gated_ffn, grouped_ffn
-from moewe.moe.gated import SILU, Activation, ExpertWeights
+from moewe.moe.gated import ExpertWeights
 from moewe.moe.reference import grouped_ffn_reference
 from moewe.quant import FP8_BLOCK, MXFP4_SCHEME, QuantScheme, QuantTensor
 from tests.support.numerics import assert_near, assert_same

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moewe.moe.activation import SILU, Activation
 from moewe.moe.experts import filled_ffn, grouped_ffn
-from moewe.moe.gated import SILU, Activation, ExpertWeights
+from moewe.moe.gated import ExpertWeights
 from moewe.moe.layer import MoELayer
 from moewe.moe.reference import grouped_ffn_reference
 from moewe.moe.wide_ep import linear_placement

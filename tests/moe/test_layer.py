@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from moewe.moe.activation import SILU, Activation
 from moewe.moe.experts import grouped_ffn
-from moewe.moe.gated import SILU, Activation, ExpertWeights
+from moewe.moe.gated import ExpertWeights
 from moewe.moe.layer import MoELayer
 from moewe.moe.layer_counts import PassCounts
 from moewe.moe.reference import grouped_ffn_reference

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moewe.moe.activation import SILU, Activation
 from moewe.moe.experts import gated_ffn, grouped_ffn
-from moewe.moe.gated import SILU, Activation, ExpertWeights
+from moewe.moe.gated import ExpertWeights
 from moewe.moe.native_experts import native_ffn, native_ffn_combine
 from moewe.moe.reference import grouped_ffn_reference
 from moewe.moe.wide_ep.exchanges.native_combine import native_combine

@@ -8,10 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moewe.moe.activation import SILU, Activation
 from moewe.moe.experts import grouped_ffn
-from moewe.moe.gated import SILU, Activation, ExpertWeights
+from moewe.moe.gated import ExpertWeights
 from moewe.moe.native_experts import native_ffn
-from moewe.quant import PackedTensor, WeightScheme, down_scheme, quantize, weight_scheme
+from moewe.quant import PackedTensor, WeightScheme, down_scheme, weight_scheme
+from moewe.quant.quantize import quantize
 from moewe.quant.reference import quantized_rows_reference
 from tests.support.native import needs_native, team_of
 from tests.support.numerics import assert_near, assert_same

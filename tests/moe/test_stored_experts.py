@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moewe.moe.activation import SILU, Activation
 from moewe.moe.experts import gated_ffn, grouped_ffn
-from moewe.moe.gated import SILU, Activation, ExpertWeights
+from moewe.moe.gated import ExpertWeights
 from moewe.moe.native_experts import native_ffn_combine
 from moewe.moe.reference import grouped_ffn_reference
-from moewe.quant import MXFP4, PackedTensor, QuantScheme, QuantTensor, pack, pack_codes
+from moewe.quant import MXFP4, PackedTensor, QuantScheme, QuantTensor, pack
+from moewe.quant.pack_codes import pack_codes
 from tests.support.cases import RoutingCase, routing_cases
 from tests.support.native import needs_native, team_of
 from tests.support.numerics import assert_near, assert_same

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moewe.quant import PackedTensor, head_linear, linear, pack
+from moewe.quant import PackedTensor, head_linear, pack
+from moewe.quant.linear import linear
 from moewe.quant.native_linear import native_head_linear
 from tests.support.native import needs_native, team_of
 from tests.support.numerics import assert_near, assert_same

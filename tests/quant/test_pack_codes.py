@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moewe.quant import FP8_BLOCK, MXFP4, MXFP4_SCHEME, QuantScheme, QuantTensor, linear, logits, pack, pack_codes
+from moewe.quant import FP8_BLOCK, MXFP4, MXFP4_SCHEME, QuantScheme, QuantTensor, logits, pack
+from moewe.quant.linear import linear
 from moewe.quant.native_linear import native_linear
+from moewe.quant.pack_codes import pack_codes
 from moewe.quant.reference import dequantize_reference
 from tests.support.native import needs_native, team_of
 from tests.support.numerics import assert_near, assert_same

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from moewe.quant import linear, pack
+from moewe.quant import pack
+from moewe.quant.linear import linear
 from tests.support.native import needs_native, team_of
 from tests.support.numerics import assert_same
 

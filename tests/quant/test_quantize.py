@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moewe.quant import WeightScheme, quantize, weight_scheme
+from moewe.quant import WeightScheme, weight_scheme
+from moewe.quant.quantize import quantize
 from moewe.quant.reference import int4_grids_reference, quantize_int8_reference
 from tests.support.native import needs_native, team_of
 from tests.support.numerics import assert_near, assert_same

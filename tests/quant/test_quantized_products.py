@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moewe.quant import PackedTensor, WeightScheme, linear, logits, quantize, weight_scheme
+from moewe.quant import PackedTensor, WeightScheme, logits, weight_scheme
+from moewe.quant.linear import linear
 from moewe.quant.native_linear import native_linear
+from moewe.quant.quantize import quantize
 from moewe.quant.reference import quantized_rows_reference
 from tests.support.native import needs_native, team_of
 from tests.support.numerics import assert_near, assert_same

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from moewe.quant import FP8_BLOCK, INT4_GROUP, INT8_BLOCK, MXFP4_SCHEME, QuantScheme, QuantTensor, linear
+from moewe.quant import FP8_BLOCK, INT4_GROUP, INT8_BLOCK, MXFP4_SCHEME, QuantScheme, QuantTensor
+from moewe.quant.linear import linear
 from moewe.quant.reference import dequantize_reference, e2m1, e4m3, e8m0
 from tests.support.numerics import assert_same
 from tests.support.stored import stored

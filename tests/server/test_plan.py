@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -190,14 +191,41 @@ def test_a_damaged_folder_is_refused(capfd: pytest.CaptureFixture[str], tmp_path
     assert code == 1 and "model_type" in err
 
 
-def test_help_loads_nothing_heavy() -> None:
-    code = """
-import sys
+ONLY_HEADERS = """
+import os, sys
 from moewe.server.cli.main import main
-try:
-    main(["plan", "--help"])
-except SystemExit as left:
-    sys.exit(f"loaded {[n for n in ('torch', 'numpy') if n in sys.modules]}" if "torch" in sys.modules else left.code)
+
+preadv, read = os.preadv, []
+
+def guarded(fd, buffers, offset):
+    path = os.readlink(f"/proc/self/fd/{fd}")
+    if path.endswith(".safetensors"):
+        header = 8 + int.from_bytes(os.pread(fd, 8, 0), "little")
+        assert offset + sum(map(len, buffers)) <= header, f"weights of {path} are read at {offset}"
+        read.append(path)
+    return preadv(fd, buffers, offset)
+
+os.preadv = guarded
+load = ("--workload", "isl=20,osl=10,concurrency=4", "--json")
+for words in (["--help"], ["deepseek-v3", "--topology", "EP32DP1", *load], [sys.argv[1], *load]):
+    try:
+        main(["plan", *words])
+    except SystemExit as left:
+        assert left.code == 0, words
+assert read, "nothing read the header that the plan says it looked at"
+sys.exit("torch is loaded" if "torch" in sys.modules else 0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_a_plan_reads_headers_only_and_does_without_torch() -> None:
+    """Behind the header there is a hole, and whoever reads it is stopped."""
+    folder = copy_checkpoint(checkpoint("T-QW3"))
+    for file in folder.glob("*.safetensors"):
+        whole = file.read_bytes()
+        header = 8 + int.from_bytes(whole[:8], "little")
+        file.write_bytes(whole[:header])
+        os.truncate(file, len(whole))
+    done = subprocess.run(
+        [sys.executable, "-c", ONLY_HEADERS, str(folder)], capture_output=True, text=True, check=False, timeout=60
+    )
     assert done.returncode == 0 and "--hardware" in done.stdout, done.stderr

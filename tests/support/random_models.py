@@ -20,7 +20,8 @@ from moewe.models.config import (
     RotaryScaling,
 )
 from moewe.models.weights import DenseFFN, LatentWeights, LayerWeights, ModelWeights, MoEWeights
-from moewe.moe.gated import SILU, Activation, ExpertWeights
+from moewe.moe.activation import SILU, Activation
+from moewe.moe.gated import ExpertWeights
 from moewe.moe.routing import RoutingConfig
 
 WIDTH, VOCAB, FFN_WIDTH, HEADS, HEAD_DIM = 16, 19, 12, 4, 8

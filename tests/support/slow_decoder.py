@@ -15,7 +15,7 @@ import torch
 from moewe.models.config import ModelConfig, RotaryConfig
 from moewe.models.rotary import frequencies
 from moewe.models.weights import DenseFFN, LayerWeights, ModelWeights, MoEWeights
-from moewe.moe.gated import SILU, Activation
+from moewe.moe.activation import SILU, Activation
 from moewe.moe.routing.reference import route_reference
 
 

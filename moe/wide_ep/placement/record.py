@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from .quotas import MOVES_PER_RANK, choose_replicas
+
+if TYPE_CHECKING:
+    import torch  # only layers need it; who plans or balances does without
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,7 +132,7 @@ class ExpertPlacement:
         key = (layer, rank, device)
         if key not in self._tables:
             table = replica_table(self, layer, rank)
-            is_identity = torch.equal(table[:-1], torch.arange(len(table) - 1, dtype=torch.int32))
+            is_identity = table[:-1].tolist() == list(range(len(table) - 1))
             self._tables[key] = None if is_identity else table.to(device)
         return self._tables[key]
 
@@ -179,6 +182,8 @@ def replica_table(placement: ExpertPlacement, layer: int, rank: int) -> torch.Te
 
     The last entry is -1, so that indexing with the id -1 of a dropped choice yields -1.
     """
+    import torch
+
     return torch.from_numpy(np.append(placement.slot_of[layer, rank], np.int32(-1)))
 
 
