@@ -18,7 +18,7 @@ import typer
 
 from ..flags.table import ALIASES, ENGINE, HTTP, SAMPLE, SHARED, Flag, flags_of, with_flag, without_aliases
 from ..terminal.stdout import give_up_stdout, put
-from .tools import BENCH_HELP, TOOL_FLAG_NAMES, TOOLS, Tool, join_words
+from .tools import BENCH_HELP, TOOLS, Tool, join_words
 
 EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 130
 _METAVARS = {"int": "N", "float": "X", "bytes": "SIZE", "text": "TEXT", "list": "TEXT"}
@@ -279,7 +279,10 @@ def _usage_message(error: Any, words: Sequence[str]) -> str:
         if flag.startswith("-") and flag.startswith(name) and (message := foreign(flag)) is not None:
             return message
     if name.startswith("--") and hasattr(error, "possibilities"):
-        known = [f"--{flag.name}" for flag in flags_of(ENGINE, HTTP, SAMPLE, SHARED)]
-        known += [f"--{flag}" for flag in TOOL_FLAG_NAMES]
-        return f"there is no flag {name}; {nearest(name, [*known, *ALIASES], otherwise='see moewe --help')}"
+        context = getattr(error, "ctx", None)
+        shown = () if context is None else (each for each in context.command.params if not getattr(each, "hidden", 0))
+        known = [word for each in shown for word in each.opts if word.startswith("--")]
+        known += [alias for alias, flag in ALIASES.items() if flag in known]
+        path = "moewe" if context is None else context.command_path
+        return f"there is no flag {name}; {nearest(name, known, otherwise=f'see {path} --help')}"
     return f"{error.format_message()} (see moewe --help)"

@@ -350,7 +350,6 @@ TOOLS = (
         model_help="Folder with a config.json, the name of a published model such as deepseek-v3, or the word demo.",
     ),
 )  # fmt: skip
-TOOL_FLAG_NAMES = tuple(dict.fromkeys(flag.name for tool in TOOLS for flag in tool.flags))
 
 
 def join_words(given: dict[str, Any], tool: Tool) -> dict[str, Any]:
