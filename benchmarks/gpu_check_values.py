@@ -16,7 +16,8 @@ import torch.nn.functional as F
 
 from benchmarks.gpu_check_inputs import Place, random_choices, random_experts, shapes_of, sorted_by_slot
 from moewe.models.kernels.norm import norm_launch
-from moewe.moe.gated import Activation, ExpertWeights
+from moewe.moe.activation import Activation
+from moewe.moe.gated import ExpertWeights
 from moewe.moe.kernels.combine import combine_launch
 from moewe.moe.kernels.experts import ffn_launches
 from moewe.moe.kernels.permute import permute_launches
