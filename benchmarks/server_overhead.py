@@ -48,10 +48,10 @@ _WAITS = ("_worker", "EpollSelector.select", "Condition.wait", "hold_lifeline", 
 
 def serve() -> None:
     """Be the server: the command line as it is, with another engine behind it."""
-    import moewe.runtime.replicas
+    import moewe.runtime.launcher
     from moewe.__main__ import main as run
 
-    moewe.runtime.replicas.ENGINE_MODULE = "null_engine"
+    moewe.runtime.launcher.ENGINE_MODULE = "null_engine"
     sys.argv = ["moewe", "serve", *sys.argv[2:]]
     run()
 

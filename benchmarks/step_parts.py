@@ -138,13 +138,14 @@ def be_engine() -> None:
 
 def measure(args: argparse.Namespace, requests: int) -> dict[str, dict[str, float]]:
     """Run `requests` together in an engine of their own; return the summary of each part, in milliseconds."""
+    import moewe.runtime.launcher
     import moewe.runtime.replicas
     from moewe.models.demo import ensure_demo_checkpoint
     from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
     from moewe.runtime.params import SamplingParams
     from moewe.runtime.prompts import packed
 
-    moewe.runtime.replicas.ENGINE_MODULE = "step_parts"
+    moewe.runtime.launcher.ENGINE_MODULE = "step_parts"
     folder = str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
     config = EngineConfig(

@@ -42,6 +42,10 @@ class Fleet:
         for each in self.sets:
             each.abort(request_id)
 
+    def lengths(self) -> list[int]:
+        """Return the tokens that each request which runs or waits is expected to hold at its end."""
+        return [length for each in self.sets for length in each.lengths]
+
     def stats(self) -> list[Stats]:
         """Return the newest statistics of the replicas of the set that is shown."""
         return self.current.stats()

@@ -16,10 +16,10 @@ import msgspec
 from ..models.families import load_config
 from ..moe.wide_ep.traces import RoutingTrace
 from .config import EngineConfig
+from .launcher import OnLoading
 from .params import SamplingParams
 from .processes.group import GroupParts
 from .ranks.routing_log import RoutingLog
-from .replicas import OnLoading
 from .session import Session
 from .worker_main import build_worker
 

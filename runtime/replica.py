@@ -99,7 +99,8 @@ class Replica:
         self._name = name
         self._watched = watched
         self._on_loading = on_loading
-        self._owed: dict[str, list[int]] = {}  # per live request: [prompt tokens not known to have run, all work left]
+        # Per live request: [prompt tokens not known to have run, all work left, all work].
+        self._owed: dict[str, list[int]] = {}
         self._refused: list[Delta] = []  # answers to requests that found the channel full
         # What found it full and still has to be said.
         self._unsaid: deque[Abort | Shutdown | StartTrace | StopTrace] = deque()
@@ -121,6 +122,11 @@ class Replica:
         return len(self._owed)
 
     @property
+    def lengths(self) -> list[int]:
+        """Tokens of each of them, prompt and expected output."""
+        return [work for _, _, work in self._owed.values()]
+
+    @property
     def imports(self) -> bool:
         """True while it is a process that has neither spoken nor started a rank: it may be killed without a trace."""
         return self._watched and not self._silence.heard_once and not has_children(self.member.pid)
@@ -134,7 +140,7 @@ class Replica:
         """Hand over a request; if the engine turns out to be lost, `pump` tells."""
         num_prompt_tokens = len(unpack(request.prompt_token_ids))
         work = token_work(num_prompt_tokens, request.params)
-        self._owed[request.request_id] = [num_prompt_tokens, work]
+        self._owed[request.request_id] = [num_prompt_tokens, work, work]
         self.outstanding += work
         try:
             self._post(request)

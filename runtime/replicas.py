@@ -11,27 +11,20 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
-from ..topologies.kv_sizes import shared_groups
-from ..topologies.overlap_choice import moe_load
 from .balance import least_loaded
 from .config import EngineConfig
-from .engine_main import run_engine
+from .launcher import Launcher, OnLoading
 from .loop_pump import CHECK_EVERY_S, LoopPump, OnDeltas, OnFailure
-from .messages import Delta, Failed, FromEngine, Loading, Ready, Stats, Submit, ToEngine
+from .messages import Delta, Failed, Ready, Stats, Submit
 from .params import SamplingParams
 from .processes.group import GroupParts
-from .processes.launch import EngineStart, Member, spawn_process, spawn_thread
 from .processes.supervision import wait_gone
 from .replica import Replica
 from .resolve import Resolved, resolve
 from .trace_session import TraceSession
 
-ENGINE_MODULE = "moewe.runtime.engine_main"
 CLOSE_TIMEOUT_S = 8.0
-
-OnLoading = Callable[[int, Loading], None]
 
 
 class ReplicaLost(RuntimeError):
@@ -49,10 +42,11 @@ class ReplicaSet:
         resolved: with the config as every engine has it.
     """
 
-    def __init__(self, resolved: Resolved, launcher: _Launcher) -> None:
+    def __init__(self, resolved: Resolved, launcher: Launcher) -> None:
         self.resolved = resolved
         self._launcher = launcher
         self._replicas: list[Replica] = []
+        self._begun: list[Replica] = []  # started, and not among them yet
         self._most_requests = resolved.most_requests
         self._backlog: list[Delta] = []  # deltas that came while nobody asked for any
         self._last_check = time.monotonic()
@@ -78,13 +72,13 @@ class ReplicaSet:
             engines: `processes`, or `threads` of this process; None takes threads where ranks are threads too.
             on_loading: called with (replica, progress) from whoever polls or waits.
             parts: what ranks are made of, where engines are threads (tests).
-            first: so many replicas only; `launch` starts the others.
+            first: so many replicas only; `launch` and `launch_aside` start the others.
 
         Raises:
             ValueError: the config cannot run; one line with the fix.
         """
         resolved = config if isinstance(config, Resolved) else resolve(config)
-        made = cls(resolved, _Launcher(engines or resolved.config.parallel.ranks, on_loading, parts))
+        made = cls(resolved, Launcher(engines or resolved.config.parallel.ranks, on_loading, parts))
         try:
             made.launch(range(resolved.topology.dp if first is None else first))
         except BaseException:
@@ -94,19 +88,40 @@ class ReplicaSet:
 
     def launch(self, indices: Sequence[int]) -> None:
         """Start the replicas of these numbers, each the next one or in place of one that has ended."""
-        begun: list[Replica] = []
+        self._spawn(indices)
+        self._add()
+
+    async def launch_aside(self, indices: Sequence[int]) -> None:
+        """The same from an event loop, which goes on while processes are started; `close` may be called meanwhile."""
+        await asyncio.to_thread(self._spawn, indices)
+        self._add()
+
+    def _spawn(self, indices: Sequence[int]) -> None:
+        """Start engines, all of them or none; from any thread."""
+        begun = self._begun
         try:
             for index in indices:
                 assert index <= len(self._replicas) + len(begun), (index, len(self._replicas))
                 begun.append(self._launcher.replica(self.resolved, index))
+            if self._closed:
+                raise ReplicaLost("the engines have been stopped")
         except BaseException:
-            for replica in begun:
-                replica.member.kill()
-                replica.member.join(CLOSE_TIMEOUT_S)
+            self._drop_begun()
             raise
-        for replica in begun:
+
+    def _drop_begun(self) -> None:
+        """End engines that nobody has seen yet."""
+        for replica in self._begun:
+            replica.member.kill()
+            replica.member.join(CLOSE_TIMEOUT_S)
+        self._begun.clear()
+
+    def _add(self) -> None:
+        """Let the engines that were started be replicas of the set."""
+        for replica in self._begun:
             self._replicas[replica.index : replica.index + 1] = [replica]
             self._told.discard(replica.index)
+        self._begun.clear()
         self._after_command()
 
     def retire(self, indices: Sequence[int]) -> None:
@@ -127,6 +142,11 @@ class ReplicaSet:
     def are_ready(self, indices: Sequence[int]) -> bool:
         """Tell whether these replicas can take requests."""
         return all(self._replicas[index].ready is not None and self._replicas[index].lives for index in indices)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that each request which runs or waits is expected to hold at its end, prompt and output."""
+        return [length for replica in self._replicas for length in replica.lengths]
 
     @property
     def least_outstanding(self) -> int | None:
@@ -320,6 +340,7 @@ class ReplicaSet:
         for replica in self._replicas:
             self._end(replica)
         self._launcher.close()
+        self._drop_begun()
 
     def _end(self, replica: Replica) -> None:
         member = replica.member
@@ -329,54 +350,3 @@ class ReplicaSet:
         member.join(CLOSE_TIMEOUT_S)
         if replica.ready is not None:
             wait_gone([pid for pid in replica.ready.pids if pid != member.pid], CLOSE_TIMEOUT_S)
-
-
-class _Launcher:
-    """Starts engines, all from one thread: the kernel ends a child with the thread that started it.
-
-    Args:
-        engines: `processes` or `threads`.
-        on_loading: told of progress.
-        parts: what ranks are made of, where engines are threads.
-    """
-
-    def __init__(self, engines: str, on_loading: OnLoading | None, parts: GroupParts | None) -> None:
-        self._engines, self._on_loading, self._parts = engines, on_loading, parts
-        self._spawner = ThreadPoolExecutor(1, thread_name_prefix="moewe-spawner")
-
-    def replica(self, resolved: Resolved, index: int) -> Replica:
-        """Start one."""
-        start = _engine_start(resolved, index)
-        member = self._spawner.submit(_spawn_engine, start, self._engines, self._parts).result()
-        name = f"replica {index}" if resolved.topology.dp > 1 else ""
-        watched = self._engines == "processes"
-        return Replica(index, name, member, watched=watched, on_loading=self._on_loading)
-
-    def close(self) -> None:
-        """End the thread, and with it whatever it started and still runs."""
-        self._spawner.shutdown()
-
-
-def _engine_start(resolved: Resolved, index: int) -> EngineStart:
-    num_ranks = resolved.topology.ep
-    return EngineStart(
-        config=resolved.config,
-        replica=index,
-        num_layers=resolved.model.num_layers,
-        vocab_size=resolved.model.vocab_size,
-        eos_token_ids=resolved.model.eos_token_ids,
-        kv_groups=shared_groups(resolved.footprint.kv_groups, resolved.topology.atp),
-        moe_load=moe_load(resolved.footprint),
-        fixed_max_model_len=resolved.fixed_max_model_len,
-        cpus=resolved.cpus[index * num_ranks : (index + 1) * num_ranks],
-        label=f"replica {index} " if resolved.topology.dp > 1 else "",
-    )
-
-
-def _spawn_engine(start: EngineStart, engines: str, parts: GroupParts | None) -> Member:
-    if engines == "processes":
-        threads = start.config.parallel.threads or 1
-        return spawn_process(ENGINE_MODULE, start, FromEngine, threads=threads)
-    return spawn_thread(
-        f"moewe-engine-{start.replica}", lambda channel: run_engine(channel, start, parts), FromEngine, ToEngine
-    )

@@ -59,6 +59,17 @@ THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True, kw_only=True)
+class OtherMemory:
+    """What ranks of ours that run already use of this host: `freed_bytes` end in time, `kept_bytes` stay meanwhile."""
+
+    freed_bytes: int = 0
+    kept_bytes: int = 0
+
+
+NOBODY = OtherMemory()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Resolved:
     """Everything that is known before loading.
 
@@ -101,12 +112,12 @@ def check_checkpoint(resolved: Resolved) -> None:
         check_tokenizer_files(tokenizer_folder(model))
 
 
-def resolve(config: EngineConfig, *, freed_bytes: int = 0) -> Resolved:
+def resolve(config: EngineConfig, *, others: OtherMemory = NOBODY) -> Resolved:
     """Fill in what `config` leaves open, or refuse what cannot run.
 
     Args:
         config: what was asked for.
-        freed_bytes: memory of this host that will be free by the time that it is needed.
+        others: memory of this host that ranks which run already take.
 
     Raises:
         ValueError: one line with the field, the value and the fix (a ConfigError or TopologyError among them).
@@ -148,7 +159,7 @@ def resolve(config: EngineConfig, *, freed_bytes: int = 0) -> Resolved:
         cache=msgspec.structs.replace(config.cache, kv_cache_dtype=kv_format.name),
     )
     if topology is None:
-        host_bytes = _usable_bytes(config.cache, freed_bytes)
+        host_bytes = _usable_bytes(config.cache, others)
         topology = auto_topology(
             config, footprint, gpus=gpus, cores=host_cores(), host_bytes=host_bytes, fixed=asked is not None
         )
@@ -159,7 +170,7 @@ def resolve(config: EngineConfig, *, freed_bytes: int = 0) -> Resolved:
         config, parallel=msgspec.structs.replace(config.parallel, topology=topology.long(), threads=threads)
     )
     if gpus is None:
-        config, budget = _fit_host(config, topology, footprint, fixed=asked is not None, freed_bytes=freed_bytes)
+        config, budget = _fit_host(config, topology, footprint, fixed=asked is not None, others=others)
     else:
         smallest = min(gpus[: topology.num_ranks])
         budget = _gpu_budget(config, topology, footprint, smallest, fixed=asked is not None)
@@ -178,13 +189,14 @@ def resolve(config: EngineConfig, *, freed_bytes: int = 0) -> Resolved:
     )
 
 
-def rank_memory_bytes(cache: CacheOptions, topology: Topology, freed_bytes: int = 0) -> int:
+def rank_memory_bytes(cache: CacheOptions, topology: Topology, others: OtherMemory = NOBODY) -> int:
     """Return what a rank on CPU may use: its part of the share of this host that is allowed and free now, or then."""
-    return _usable_bytes(cache, freed_bytes) // topology.num_ranks
+    return _usable_bytes(cache, others) // topology.num_ranks
 
 
-def _usable_bytes(cache: CacheOptions, freed_bytes: int = 0) -> int:
-    return min(int(host_memory_bytes() * cache.gpu_memory_utilization), available_memory_bytes() + freed_bytes)
+def _usable_bytes(cache: CacheOptions, others: OtherMemory) -> int:
+    allowed = int(host_memory_bytes() * cache.gpu_memory_utilization) - others.kept_bytes
+    return max(1, min(allowed, available_memory_bytes() + others.freed_bytes))
 
 
 def _check_runnable(config: EngineConfig, topology: Topology, model: ModelConfig, gpus: tuple[int, ...] | None) -> None:
@@ -219,10 +231,10 @@ def kv_blocks(cache: CacheOptions, groups: Sequence[KVGroup], limits: StepLimits
 
 
 def _fit_host(
-    config: EngineConfig, topology: Topology, footprint: ModelFootprint, *, fixed: bool, freed_bytes: int
+    config: EngineConfig, topology: Topology, footprint: ModelFootprint, *, fixed: bool, others: OtherMemory
 ) -> tuple[EngineConfig, ByteBudget]:
     cache, limits = config.cache, step_limits(config)
-    memory = rank_memory_bytes(cache, topology, freed_bytes)
+    memory = rank_memory_bytes(cache, topology, others)
 
     def budget_at(limits: StepLimits, kv_bytes: int) -> ByteBudget:
         return byte_budget(footprint, topology, limits, rank_memory_bytes=memory, kv_bytes=kv_bytes)

@@ -24,11 +24,12 @@ from .config import EngineConfig
 from .generation_defaults import GenerationDefaults, generation_defaults
 from .kernels import prepare_kernels
 from .kv_layout import scheduler_limits
+from .launcher import OnLoading
 from .messages import INVALID_GRAMMAR, INVALID_REQUEST, Delta
 from .params import SamplingParams
 from .processes.group import GroupParts
 from .prompts import check_token_ids, model_template, model_tokenizer, packed, with_ends
-from .replicas import OnLoading, ReplicaLost, ReplicaSet
+from .replicas import ReplicaLost, ReplicaSet
 from .resolve import Resolved, check_checkpoint, resolve
 from .scheduling.admission import check_fits
 from .scheduling.limits import SchedulerConfig

@@ -6,6 +6,7 @@ Units: bytes of the fullest rank. T rows of a step, K top-k, D width, F expert w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from . import kv_sizes
@@ -85,6 +86,12 @@ class ByteBudget:
         """Return how many sequences of `tokens` tokens fit at once over all ranks."""
         a_rank = kv_sizes.max_concurrency(self.kv_groups, self.limits, self.num_blocks, tokens)
         return a_rank * self.topology.adp * self.topology.dp
+
+    def sequences_held(self, lengths: Sequence[int]) -> int:
+        """Return how many sequences of these lengths fit at once, as if all ranks had one KV; the shortest first."""
+        replicas = self.topology.adp * self.topology.dp
+        blocks = [replicas * n for n in self.group_blocks]
+        return kv_sizes.sequences_held(self.kv_groups, self.limits, blocks, lengths)
 
     def table(self) -> str:
         """Return the budget as text, one line a part."""

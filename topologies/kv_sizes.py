@@ -152,3 +152,20 @@ def max_concurrency(groups: Sequence[KVGroup], limits: StepLimits, num_blocks: i
         n // sequence_blocks(group.kind, group.window, num_tokens, limits.block_size)
         for n, group in zip(blocks, groups, strict=True)
     )
+
+
+def sequences_held(groups: Sequence[KVGroup], limits: StepLimits, blocks: Sequence[int], lengths: Sequence[int]) -> int:
+    """Return how many sequences of these lengths fit at once, the shortest first, with `blocks` of each group.
+
+    Example:
+        >>> limits = StepLimits(max_num_batched_tokens=8, max_model_len=64, max_num_seqs=8, block_size=4)
+        >>> sequences_held([KVGroup(name="full", kind="full", bytes_per_token=8)], limits, [5], [9, 4, 8])
+        2
+    """
+    used = [0] * len(groups)
+    for number, length in enumerate(sorted(lengths)):
+        for i, group in enumerate(groups):
+            used[i] += sequence_blocks(group.kind, group.window, length, limits.block_size)
+        if any(have < need for have, need in zip(blocks, used, strict=True)):
+            return number
+    return len(lengths)

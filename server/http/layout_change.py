@@ -71,7 +71,7 @@ class LayoutChanger:
         running: what that is.
         on_failure: told of a replica that is lost, but for those that begin: then the change fails.
         on_changed: told of a change at its end: how it ended, and what runs with how long it took to start.
-        start: starts a set of so many replicas at first.
+        start: makes a set of which no replica runs yet.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class LayoutChanger:
         running: Resolved,
         on_failure: Callable[[Failed], None],
         on_changed: Callable[[ChangeStatus, Resolved, float], None],
-        start: Callable[[Resolved, int], ReplicaSet] = lambda resolved, first: ReplicaSet.start(resolved, first=first),
+        start: Callable[[Resolved], ReplicaSet] = lambda resolved: ReplicaSet.start(resolved, first=0),
     ) -> None:
         self._state, self._fleet, self._running = state, fleet, running
         self._on_failure, self._on_changed = on_failure, on_changed
@@ -89,6 +89,7 @@ class LayoutChanger:
         self._new: ReplicaSet | None = None
         self._starting: Sequence[int] = ()  # replicas of it whose loss ends the change, not the server
         self._is_planning = False
+        self._began = 0.0
         self._task: asyncio.Task[None] | None = None
         self.status: ChangeStatus | None = None
 
@@ -99,6 +100,8 @@ class LayoutChanger:
 
     def view(self) -> dict[str, Any] | None:
         """Return the latest change as JSON; None before the first."""
+        if self.status is not None and self.status.state == RUNNING:
+            self.status.seconds = time.monotonic() - self._began
         return None if self.status is None else asdict(self.status)
 
     async def begin(self, asked: str | None) -> ChangeStatus:
@@ -116,7 +119,8 @@ class LayoutChanger:
         topology = self._wanted(asked)
         self._is_planning = True
         try:
-            layout = await in_thread(lambda: self._planned(topology))
+            lengths = self._fleet.lengths()
+            layout = await in_thread(lambda: self._planned(topology, lengths))
         except ValueError as error:
             raise invalid(str(error), "topology") from None
         finally:
@@ -125,6 +129,7 @@ class LayoutChanger:
         self.status = ChangeStatus(
             before=self._running.topology.long(), after=topology.long(), way=layout.way, turns=len(layout.turns)
         )
+        self._began = time.monotonic()
         self._task = asyncio.ensure_future(self._change(self.status, layout))
         return self.status
 
@@ -141,14 +146,14 @@ class LayoutChanger:
             raise invalid(f"{topology.short()} runs already; name another layout", "topology")
         return topology
 
-    def _planned(self, topology: Topology) -> NewLayout:
-        layout = new_layout(self._running, topology, least_model_len=self._state.max_model_len)
+    def _planned(self, topology: Topology, lengths: Sequence[int]) -> NewLayout:
+        layout = new_layout(self._running, topology, least_model_len=self._state.max_model_len, lengths=lengths)
         prepare_kernels(layout.resolved.config)
         return layout
 
     # --- the change --------------------------------------------------------------------------------------------------
     async def _change(self, status: ChangeStatus, layout: NewLayout) -> None:
-        began, old = time.monotonic(), self._fleet.current
+        old = self._fleet.current
         start_s, outcome = 0.0, FAILED
         log.info("layout: from %s to %s, %s, %d turns", status.before, status.after, layout.way, len(layout.turns))
         try:
@@ -166,13 +171,13 @@ class LayoutChanger:
             self._fleet.sets.remove(old)
             old.close()
             self._running, self._new, outcome = resolved, None, DONE
-            log.info("layout: %s runs after %.1f s", status.after, time.monotonic() - began)
+            log.info("layout: %s runs after %.1f s", status.after, time.monotonic() - self._began)
         except Exception as error:  # whatever it is: the old layout goes on, or the server ends
             status.reason = _line(error)
             is_known = isinstance(error, _NotStartedError)
             log.error("layout: %s could not start: %s", status.after, status.reason, exc_info=not is_known)
             await self._go_back(old, layout.turns[: status.turn] if layout.way != BESIDE else ())
-        status.seconds, status.state = time.monotonic() - began, outcome
+        status.seconds, status.state = time.monotonic() - self._began, outcome
         self._state.metrics.advice.changes[outcome] += 1
         self._on_changed(status, self._running, start_s)
 
@@ -180,10 +185,9 @@ class LayoutChanger:
         """Start the new replicas of a turn and wait until they take requests."""
         new, self._starting = self._new, turn.new
         if new is None:
-            new = self._new = self._start_set(resolved, len(turn.new))
+            new = self._new = self._start_set(resolved)
             new.attach(asyncio.get_running_loop(), self._state.hub.on_deltas, partial(self._lost, new))
-        else:
-            new.launch(turn.new)
+        await new.launch_aside(turn.new)
         while not new.are_ready(turn.new):
             if failures := new.failures(turn.new):
                 raise _NotStartedError(failures[0].reason)
@@ -221,9 +225,9 @@ class LayoutChanger:
         if new is not None:
             self._starting = range(len(new.stats()))  # nothing of it goes on
         for turn in reversed(turns):
-            if new is not None and len(new.stats()) > max(turn.new):
+            if new is not None and turn.new and len(new.stats()) > max(turn.new):
                 await self._end(new, turn.new)
-            old.launch(turn.old)
+            await old.launch_aside(turn.old)
             while not old.are_ready(turn.old):
                 if failures := old.failures(turn.old):
                     raise _NotStartedError(failures[0].reason)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
-import json
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -15,26 +14,23 @@ from typing import Any, TypeVar
 import pytest
 
 from moewe.runtime.fleet import Fleet
+from moewe.runtime.launcher import Launcher
 from moewe.runtime.messages import Delta
 from moewe.runtime.new_layout import NewLayout
 from moewe.runtime.processes.group import GroupParts
 from moewe.runtime.processes.launch import ThreadMember
 from moewe.runtime.prompts import packed
+from moewe.runtime.replica import Replica
 from moewe.runtime.replicas import ReplicaSet
 from moewe.runtime.resolve import Resolved
-from moewe.server.advise.apply import ChangeFailedError, apply
-from moewe.server.client.asking import NoAnswerError
 from moewe.server.errors import ApiError
 from moewe.server.http import layout_change
 from moewe.server.http.layout_change import ChangeStatus, LayoutChanger
-from moewe.server.state import Phase, ServerState
+from moewe.server.state import Phase
 from moewe.topologies import Topology
-from moewe.topologies.advisor.records import Advice
 from moewe.topologies.advisor.turns import BESIDE, IN_TURNS, beside, in_turns
 from tests.runtime.test_replicas import fake_resolved, greedy
-from tests.server.test_top import Pages, small_server
 from tests.support import fake_worker
-from tests.support.asking import error_of, fake, get, post
 from tests.support.fake_replicas import make_state
 from tests.support.fake_worker import Trouble
 
@@ -42,9 +38,12 @@ _Found = TypeVar("_Found")
 
 
 def started(
-    resolved: Resolved, first: int | None, good: int = 99, delay_s: float = 0.0, gate: threading.Event | None = None
+    resolved: Resolved, good: int = 99, delay_s: float = 0.0, gate: threading.Event | None = None, first: int = 0
 ) -> ReplicaSet:
-    """Start fake engines whose steps take `delay_s`; of their ranks the first `good` can load, once `gate` is open."""
+    """Make a set of fake engines, of which `first` begin at once.
+
+    Their steps take `delay_s`; of their ranks the first `good` can load, once `gate` is open.
+    """
     numbers, make = itertools.count(), fake_worker.factory(Trouble(delay_s=delay_s))
 
     def some(*args: Any) -> Any:
@@ -70,7 +69,7 @@ class Bench:
 
     def __init__(self, before: str, way: str, start: Callable[..., ReplicaSet] = started, delay_s: float = 0.0) -> None:
         self.resolved = fake_resolved(before)
-        self.fleet = Fleet(started(self.resolved, None, delay_s=delay_s))
+        self.fleet = Fleet(started(self.resolved, delay_s=delay_s, first=self.resolved.topology.dp))
         self.old = self.fleet.current
         self.told: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
@@ -86,8 +85,8 @@ class Bench:
         )  # fmt: skip
         self.way = way
 
-    def planned(self, running: Resolved, topology: Topology, **_: int) -> NewLayout:
-        turns = beside if self.way == BESIDE else in_turns
+    def planned(self, running: Resolved, topology: Topology, **_: Any) -> NewLayout:
+        turns = beside if self.way == BESIDE else partial(in_turns, is_shared=True)
         resolved = fake_resolved(topology.long())
         return NewLayout(resolved=resolved, way=self.way, turns=turns(running.topology, topology))
 
@@ -141,7 +140,7 @@ class Bench:
 
 @pytest.mark.parametrize(
     ("before", "way", "after"),
-    [("EP1DP4", IN_TURNS, "EP2DP2"), ("EP4DP1", BESIDE, "EP2DP2")],
+    [("EP1DP3", IN_TURNS, "EP1DP2"), ("EP4DP1", BESIDE, "EP2DP2")],
 )
 def test_every_request_gets_its_tokens_while_the_layout_changes(
     before: str, way: str, after: str, monkeypatch: pytest.MonkeyPatch
@@ -157,7 +156,7 @@ def test_every_request_gets_its_tokens_while_the_layout_changes(
     assert f'topology="{after}[' in text and 'moewe_topology_changes_total{outcome="done"} 1.0' in text
 
 
-def not_started(resolved: Resolved, first: int | None) -> ReplicaSet:
+def not_started(*_: Any) -> Any:
     raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
 
@@ -177,7 +176,7 @@ def test_a_layout_that_cannot_start_again_ends_the_server(monkeypatch: pytest.Mo
 
     async def scene() -> ChangeStatus:
         await bench.serve()
-        monkeypatch.setattr(bench.old, "launch", partial(not_started, bench.resolved))
+        monkeypatch.setattr(bench.old, "_spawn", not_started)
         await bench.changer.begin("EP2DP2")
         await asyncio.wait_for(bench.changer._task, 10)  # type: ignore[arg-type]
         assert bench.changer.status is not None
@@ -247,10 +246,75 @@ def test_requests_go_on_while_processes_take_their_time_to_end(monkeypatch: pyte
     bench.play(scene(), monkeypatch)
 
 
+def test_streams_go_on_and_time_counts_while_processes_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start of an engine waits until the event loop has brought tokens: on that loop it would wait for ever."""
+    gate = threading.Event()
+    bench = Bench("EP2DP1", BESIDE, delay_s=0.005)
+    replica = Launcher.replica
+    waited: list[bool] = []
+
+    def slow(launcher: Launcher, resolved: Resolved, index: int) -> Any:
+        waited.append(gate.wait(10))
+        return replica(launcher, resolved, index)
+
+    async def scene() -> None:
+        await bench.serve()
+        bench.fleet.submit("stream", packed([1]), greedy(390, ignore_eos=True))
+        monkeypatch.setattr(Launcher, "replica", slow)
+        status = await bench.changer.begin("EP1DP2")
+        seconds = []
+        while len(bench.told.get("stream", ())) < 20:
+            await asyncio.sleep(0.01)
+            view = bench.changer.view()
+            assert view is not None and view["state"] == layout_change.RUNNING
+            seconds.append(view["seconds"])
+        assert 0 < seconds[0] < seconds[-1]
+        gate.set()
+        while not bench.fleet.sets[0].stats():
+            await asyncio.sleep(0.01)
+        bench.fleet.abort("stream")
+        await asyncio.wait_for(bench.changer._task, 10)  # type: ignore[arg-type]
+        assert status.state == "done" and waited == [True, True]
+
+    bench.play(scene(), monkeypatch)
+
+
+def test_engines_that_begin_as_the_server_ends_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The change is over before anybody sees the engine that a thread is starting."""
+    gate, begins = threading.Event(), threading.Event()
+    bench = Bench("EP2DP1", BESIDE)
+    replica = Launcher.replica
+    begun: list[Replica] = []
+
+    def slow(launcher: Launcher, resolved: Resolved, index: int) -> Replica:
+        begins.set()
+        gate.wait(10)
+        begun.append(replica(launcher, resolved, index))
+        return begun[-1]
+
+    async def scene() -> None:
+        await bench.serve()
+        monkeypatch.setattr(Launcher, "replica", slow)
+        await bench.changer.begin("EP1DP2")
+        while not begins.is_set():
+            await asyncio.sleep(0.01)
+        bench.changer.close()
+        new = bench.changer._new
+        assert new is not None and bench.fleet.sets[0] is new
+        new._closed = True  # as `close` does first
+        gate.set()
+        while not begun or begun[0].member.exit_reason() is None:
+            await asyncio.sleep(0.01)
+        assert not new.stats() and len(begun) == 2
+        new._closed = False
+
+    bench.play(scene(), monkeypatch)
+
+
 def test_a_server_that_began_to_end_while_a_change_was_planned_begins_none(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench("EP2DP1", BESIDE)
 
-    def planned(*args: Any, **more: int) -> NewLayout:
+    def planned(*args: Any, **more: Any) -> NewLayout:
         bench.state.enter(Phase.DRAINING)
         return Bench.planned(bench, *args, **more)
 
@@ -271,7 +335,7 @@ def test_a_server_that_ends_while_a_set_begins_ends_that_as_well(monkeypatch: py
     async def scene() -> None:
         await bench.serve()
         await bench.changer.begin("EP1DP2")
-        while bench.changer._new is None:
+        while bench.changer._new is None or not bench.changer._new.stats():
             await asyncio.sleep(0.01)
         assert bench.fleet.sets == [bench.old], "it takes no requests yet"
         bench.changer.close()
@@ -310,70 +374,3 @@ def test_a_replica_that_is_lost_during_a_change_is_told_of(monkeypatch: pytest.M
         gate.set()
 
     bench.play(scene(), monkeypatch)
-
-
-# --- over HTTP -------------------------------------------------------------------------------------------------------
-def with_changer(**options: Any) -> ServerState:
-    state = make_state(fake(), **options)
-    resolved = fake_resolved("EP2DP1")
-    state.layout_changer = LayoutChanger(state, None, resolved, print, lambda *_: None)  # type: ignore[arg-type]
-    return state
-
-
-def test_the_command_waits_for_the_end_and_says_how_it_was(capsys: pytest.CaptureFixture[str]) -> None:
-    change = {"before": "EP2DP2", "after": "EP4DP1", "way": "beside", "turns": 1, "turn": 1, "state": "done",
-              "reason": "", "seconds": 9.5}  # fmt: skip
-    pages = Pages()
-    with small_server(pages) as root:
-        pages.by_path["/v1/topology/apply?topology=EP4DP1"] = (202, json.dumps(change | {"state": "running"}).encode())
-        pages.by_path["/v1/topology/apply"] = (200, json.dumps({"change": change}).encode())
-        assert apply({"url": (root,), "topology": "EP4DP1"}) == 0
-        assert capsys.readouterr().out.endswith("from EP2DP2 to EP4DP1, beside\nEP4DP1 runs after 9.5 s\n")
-        failed = change | {"state": "failed", "reason": "no \x1b[2J room"}
-        pages.by_path["/v1/topology/apply"] = (200, json.dumps({"change": failed}).encode())
-        with pytest.raises(ChangeFailedError, match=r"^EP2DP2 goes on: no \?\[2J room$"):
-            apply({"url": (root,), "topology": "EP4DP1"})
-        pages.by_path["/v1/topology/apply"] = (403, b'{"error": {"message": "start it with --allow-apply"}}')
-        with pytest.raises(NoAnswerError, match="answers 403: start it with --allow-apply"):
-            apply({"url": (root,)})
-        pages.by_path["/v1/topology/apply"] = (202, b"[]")
-        with pytest.raises(NoAnswerError, match="no change"):
-            apply({"url": (root,)})
-
-
-def test_nobody_changes_the_layout_of_a_server_that_does_not_allow_it() -> None:
-    response = post(with_changer(), "/v1/topology/apply", {})
-    assert response.status_code == 403 and "--allow-apply" in error_of(response)["message"]
-    assert get(with_changer(), "/v1/topology/apply").json() == {"change": None}
-    assert post(make_state(None), "/v1/topology/apply", {}).status_code == 503
-
-
-@pytest.mark.parametrize(
-    ("query", "status", "why"),
-    [
-        ("", 409, "no other layout is advised"),
-        ("?topology=EP2", 400, "EPxDPy"),
-        ("?topology=EP2DP1", 400, "runs already"),
-    ],
-)
-def test_what_is_no_change_is_refused(query: str, status: int, why: str) -> None:
-    response = post(with_changer(allow_apply=True), f"/v1/topology/apply{query}", {})
-    assert response.status_code == status and why in error_of(response)["message"]
-
-
-def test_the_advised_layout_is_the_default_and_one_change_runs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = with_changer(allow_apply=True)
-    state.advice = Advice(number=1, time=1.0, topology="EP2DP1", verdict="change", advised="EP1DP2", gain=1, reason="")
-
-    def refuse(running: Resolved, topology: Topology, **_: int) -> NewLayout:
-        raise ValueError(f"{topology.short()} has no room; use less")
-
-    monkeypatch.setattr(layout_change, "new_layout", refuse)
-    response = post(state, "/v1/topology/apply", {})
-    assert response.status_code == 400 and "EP1DP2 has no room" in error_of(response)["message"]
-    changer = state.layout_changer
-    assert isinstance(changer, LayoutChanger)
-    changer._is_planning = True
-    with pytest.raises(ApiError, match="already") as error:
-        asyncio.run(changer.begin(None))
-    assert error.value.status == 409
