@@ -10,13 +10,13 @@ from dataclasses import replace
 
 from ..topologies.advisor.records import Facts
 from ..topologies.exchange_cost import LayoutLink
-from ..topologies.hardware import host_cores
+from ..topologies.hardware import host_cores, host_memory_bytes
 from ..topologies.machine import Machine
 from .auto_topology import machine_of
 from .kv_layout import step_limits
 from .messages import Ready
 from .metrics.bound import MEMORY_EFFICIENCY, RankCeilings
-from .resolve import Resolved
+from .resolve import CPU_KV_DIVISOR, Resolved
 
 
 def advisor_facts(
@@ -52,9 +52,16 @@ def advisor_facts(
         machine=replace(_with_ceilings(machine, ceilings, topology.num_ranks), links=(*known, *links)),
         experts=measured.experts if measured else None,
         start_s=start_s,
-        kv_bytes=resolved.config.cache.kv_cache_memory_bytes,
+        kv_bytes=_asked_kv(resolved),
+        most_kv_bytes=host_memory_bytes() // CPU_KV_DIVISOR if gpus is None else None,
         weight_bytes=sum(sum(one.weight_bytes) for one in ready),
     )
+
+
+def _asked_kv(resolved: Resolved) -> int | None:
+    """Return the KV of a rank that the user asked for, in bytes or in blocks."""
+    cache = resolved.asked.cache
+    return cache.kv_cache_memory_bytes if cache.num_blocks is None else resolved.budget.kv_bytes
 
 
 def _with_ceilings(machine: Machine, ceilings: RankCeilings | None, num_ranks: int) -> Machine:

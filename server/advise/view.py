@@ -11,7 +11,7 @@ from ...text.one_line import one_line
 from ...topologies import TopologyError, format_bytes, parse_topology
 from ...topologies.advisor.records import CHANGE, Advice, Candidate
 
-_COLUMNS = ("layout", "tokens/s", "step", "exchange", "between", "routed", "restart", "loads", "holds")
+_COLUMNS = ("layout", "tokens/s", "step", "exchange", "between", "routed", "change", "loads", "holds")
 
 
 def headline(advice: Advice) -> str:
@@ -63,7 +63,7 @@ def _row(one: Candidate) -> tuple[str, ...]:
         f"{one.exchange_share:.0%}" + ("" if one.is_measured else "?"),
         f"{one.between_share:.0%}",
         f"{one.routed_ratio:.2f}x",
-        f"{one.restart_s:.0f} s",
+        plain(f"{one.change_s:.0f} s {one.way}") if one.way else "",
         format_bytes(one.load_bytes),
         f"{one.sequences}",
     )

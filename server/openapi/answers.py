@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...topologies.advisor.records import VERDICTS
+from ...topologies.advisor.turns import BESIDE, IN_TURNS, WAYS
 
 Schema = dict[str, Any]
 
@@ -89,10 +90,11 @@ ANSWERS: dict[str, Schema] = {
     "AdvisedLayout": _object({
         "topology": _TEXT, "step_s": _NUMBER, "gain": _NUMBER, "exchange_share": _NUMBER, "between_share": _NUMBER,
         "routed_ratio": _NUMBER, "products_s": _NUMBER, "restart_s": _NUMBER, "load_bytes": _INTEGER,
-        "sequences": _INTEGER, "is_measured": {"type": "boolean"},
+        "sequences": _INTEGER, "is_measured": {"type": "boolean"}, "way": {"enum": ["", *WAYS]}, "change_s": _NUMBER,
+        "lost_s": _NUMBER,
     }),
     "LayoutChange": _object({
-        "before": _TEXT, "after": _TEXT, "way": {"enum": ["beside", "in turns"]}, "turns": _INTEGER, "turn": _INTEGER,
+        "before": _TEXT, "after": _TEXT, "way": {"enum": [BESIDE, IN_TURNS]}, "turns": _INTEGER, "turn": _INTEGER,
         "state": {"enum": ["running", "done", "failed"]}, "reason": _TEXT, "seconds": _NUMBER,
     }),
     "LayoutProgress": _object({"change": {"anyOf": [ref("LayoutChange"), {"type": "null"}]}}),

@@ -106,8 +106,9 @@ class Advisor:
             self._challenger, self._streak = "", 0
 
     def _pays(self, one: Candidate, here: Candidate) -> bool:
-        """Tell whether a layout gains enough, and gives back within the horizon what a restart costs."""
-        return one.gain >= self.rules.margin and one.restart_s <= one.gain * self.rules.horizon_s
+        """Tell whether a layout gains enough, and gives back within the horizon what a change costs."""
+        cost = max(one.restart_s, one.lost_s)
+        return one.gain >= self.rules.margin and cost <= one.gain * self.rules.horizon_s
 
     def _held_back(self, ranking: Ranking) -> Candidate | None:
         """Return the widest-gaining wider layout that would read and multiply for less time, but for its exchange."""

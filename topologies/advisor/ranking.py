@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ..budget import byte_budget, format_bytes
+from ..budget import format_bytes
 from ..cost import StepCost, Workload
 from ..machine import layouts
 from ..planner.routing import random_imbalance
 from ..spec import Topology, parse_topology
+from .change_cost import budget_of, change_cost, context_of
 from .forecast import chances_of, exchange_of, forecast, link_figure
 from .records import Calibration, Candidate, Facts, Observation, PhaseSeen
 
@@ -70,7 +71,9 @@ def rank_layouts(facts: Facts, seen: Observation) -> Ranking:
             continue
         parts = _parts(facts, seen, topology)
         made = _candidate(facts, topology, parts, own, calibration)
-        found.append(replace(made, gain=current.step_s / made.step_s - 1, sequences=sequences))
+        cost = change_cost(facts, seen, topology, made.restart_s)
+        gain = current.step_s / made.step_s - 1
+        found.append(replace(made, gain=gain, sequences=sequences, **vars(cost)))
     current = replace(current, sequences=_room(facts, here, seen)[1])
     found[0] = current
     found.sort(key=lambda one: (-one.gain, one.topology != facts.topology, one.topology))
@@ -90,11 +93,11 @@ def _others(facts: Facts, here: Topology) -> list[Topology]:
 
 def _room(facts: Facts, topology: Topology, seen: Observation) -> tuple[str, int]:
     """Return why a layout cannot hold what runs (empty: it can), and how many sequences of that length it holds."""
-    memory = facts.machine.rank_memory(topology.num_ranks)
-    budget = byte_budget(facts.footprint, topology, facts.limits, rank_memory_bytes=memory, kv_bytes=facts.kv_bytes)
+    budget = budget_of(facts, topology)
+    memory = budget.rank_memory_bytes
     if budget.total > memory or budget.longest_sequence < 2:
         return f"a rank needs {format_bytes(budget.fixed_bytes)} beside KV and may use {format_bytes(memory)}", 0
-    context = max(2, min(math.ceil(seen.context), facts.limits.max_model_len))
+    context = context_of(facts, seen)
     holds = budget.max_concurrency(context)
     if holds < seen.running:
         return f"KV holds {holds} sequences of {context} tokens, and {seen.running:.0f} run", holds
@@ -176,10 +179,7 @@ def _candidate(facts: Facts, topology: Topology, parts: _Parts, own: _Parts, cal
     meeting = calibration.meet_s if topology.ep > 1 else 0.0
     step = products + exchange + calibration.wait * parts.wait_s + meeting + parts.host_s + calibration.rest_s
     figure = link_figure(facts.machine, topology)
-    memory = facts.machine.rank_memory(topology.num_ranks)
-    load_bytes = topology.num_ranks * byte_budget(
-        facts.footprint, topology, facts.limits, rank_memory_bytes=memory, kv_bytes=0
-    ).of_kind("weights")
+    load_bytes = topology.num_ranks * budget_of(facts, topology).of_kind("weights")
     more = load_bytes / facts.weight_bytes if facts.weight_bytes else 1.0
     return Candidate(
         topology=topology.long(),

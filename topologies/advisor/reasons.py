@@ -8,6 +8,7 @@ from __future__ import annotations
 from ..spec import parse_topology
 from .ranking import Ranking
 from .records import Candidate, Facts, Observation
+from .turns import BESIDE, IN_TURNS
 
 _HALF = (0.45, 0.55)
 
@@ -24,12 +25,14 @@ def what_ran(facts: Facts, seen: Observation) -> str:
 
 
 def change(facts: Facts, seen: Observation, found: Candidate, ranking: Ranking) -> str:
-    """Return why to change to `found`."""
+    """Return why to change to `found`, and what that takes."""
     name = parse_topology(found.topology).short()
     text = (
         f"{what_ran(facts, seen)}; {name} {_difference(found, ranking.here)}: {1 + found.gain:.2f} times the tokens/s"
     )
-    return text if found.is_measured else f"{text}, as far as a link that nobody measured is as assumed"
+    if not found.is_measured:
+        text += ", as far as a link that nobody measured is as assumed"
+    return f"{text}; {_cost(found)}"
 
 
 def exchange_bound(facts: Facts, seen: Observation, wider: Candidate, ranking: Ranking) -> str:
@@ -49,6 +52,15 @@ def stay(facts: Facts, seen: Observation, ranking: Ranking) -> str:
     best = parse_topology(others[0].topology).short()
     rest = f"{best}, the best other layout, is expected to reach {1 + others[0].gain:.2f} times the tokens/s"
     return f"{what_ran(facts, seen)}; nothing to gain: {rest}"
+
+
+def _cost(found: Candidate) -> str:
+    """Return what a change takes."""
+    if found.way == BESIDE:
+        return f"the change takes about {found.change_s:.0f} s beside what runs"
+    if found.way == IN_TURNS:
+        return f"the change takes about {found.change_s:.0f} s in turns, and {found.lost_s:.0f} s of tokens"
+    return f"the change needs a restart of about {found.change_s:.0f} s, as nobody would serve meanwhile"
 
 
 def _difference(found: Candidate, here: Candidate) -> str:

@@ -47,6 +47,7 @@ class Facts:
         experts: how fast experts really run on a rank of this layout; None where nobody measured.
         start_s: from the start of this layout until it was ready.
         kv_bytes: KV of a rank that was asked for; None takes what is left.
+        most_kv_bytes: of that, what all ranks together take at most, but for one sequence a rank; None bounds nothing.
         weight_bytes: that all ranks together hold.
     """
 
@@ -57,6 +58,7 @@ class Facts:
     experts: ExpertSpeed | None = None
     start_s: float = 0.0
     kv_bytes: int | None = None
+    most_kv_bytes: int | None = None
     weight_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -158,8 +160,11 @@ class Candidate:
         exchange_share, between_share: parts of a step in exchanges, and in those between domains.
         routed_ratio: routed bytes that a rank reads, over those that it reads now; 1 where none are read.
         products_s: of that step, reading weights and multiplying.
-        restart_s: until it is ready.
+        restart_s: until a replica of it is ready.
         load_bytes: that all ranks together load.
+        way: how it can take the place of what runs, one of `turns.WAYS`; empty for the layout that runs.
+        change_s: that takes so long, without waiting for requests to end.
+        lost_s: of the tokens/s that there are now, so many seconds' are not generated meanwhile.
         sequences: of the observed length that KV holds at once.
         is_measured: links were measured, or nothing travels.
     """
@@ -175,6 +180,9 @@ class Candidate:
     load_bytes: int
     sequences: int
     is_measured: bool
+    way: str = ""
+    change_s: float = 0.0
+    lost_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,7 @@ def test_a_slow_link_keeps_groups_inside_a_domain() -> None:
     assert {one.advised for one in said[2:]} == {INSIDE} and said[2].gain > 0.1
     assert "EP2DP2 reads 1.97 times" in said[2].reason and "of a step in exchanges, not" in said[2].reason
     assert "decode reads" in said[2].reason and "routed weights" in said[2].reason
+    assert said[2].reason.endswith("; the change takes about 10 s beside what runs")
     # From inside, wider is seen to be held back by its exchange, and by nothing else.
     inside = Advisor(facts(INSIDE, [SHM, crossing(60e-3, slowed)], slowed=slowed))
     held = [inside.observe(window(inside.facts)) for _ in range(3)][-1]
