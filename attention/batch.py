@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from .kernels.step import GpuStep
     from .native import NativeStep
 
 
@@ -82,8 +83,9 @@ class AttentionBatch:
     Attributes:
         kind, window: of the cache group.
         slot_mapping: [T] i64, block_id * block_size + offset where the row's K and V are written.
-        prefills, decodes: together they cover each row exactly once; both may be empty. None for native attention.
+        prefills, decodes: together they cover each row exactly once; both may be empty. None where others attend.
         native: the rows as native attention wants them, instead of `prefills` and `decodes`.
+        gpu: the rows as kernels on a GPU want them, likewise.
         kv_tokens_read: tokens of KV that some row of a sequence sees in one layer, over all sequences (for telemetry).
         pairs_scored: pairs of a row and a token that it sees, in one layer (likewise).
     """
@@ -96,3 +98,4 @@ class AttentionBatch:
     kv_tokens_read: int
     pairs_scored: int
     native: NativeStep | None = None
+    gpu: GpuStep | None = None

@@ -1,9 +1,9 @@
 """Builds the `AttentionBatch` of a step and cache group from the numpy rows of a rank.
 
-Not attention: index arithmetic, once a step for all layers of a group. Native attention is told runs of rows and block
-tables as they are (`build_native_batch`). For torch, decode rows that read a similar number of blocks share a bucket,
-so that one long sequence does not make all others read padding; of sequences with windows or chunks, only whole blocks
-from the first visible token on are read.
+Not attention: index arithmetic, once a step for all layers of a group. Native attention and kernels of a GPU are told
+runs of rows and block tables as they are (`build_native_batch`, `build_gpu_batch`). For torch, decode rows that read a
+similar number of blocks share a bucket, so that one long sequence does not make all others read padding; of sequences
+with windows or chunks, only whole blocks from the first visible token on are read.
 Shapes: T rows, N decode rows, n blocks of a table; units: tokens, blocks.
 """
 
@@ -18,6 +18,7 @@ import torch
 
 from ..kvcache.groups import first_visible, first_visible_rows
 from .batch import AttentionBatch, DecodeBucket, PrefillSegment
+from .kernels.step import GpuStep
 from .native import NativeStep
 
 SMALLEST_BUCKET_BLOCKS = 8  # reading a little padding costs less than one more call a layer
@@ -149,20 +150,9 @@ def build_native_batch(
     window: int = 0,
 ) -> AttentionBatch:
     """Return the batch of one step for native attention; arguments as of `build_attention_batch`."""
-    num_decodes, width = decode_tables.shape
-    runs = np.empty((num_decodes + len(segments), 4), np.int64)
-    rows = np.arange(num_decodes)
-    runs[:num_decodes] = np.stack([rows, np.ones_like(rows), decode_lengths - 1, rows * width], axis=1)
-    tables, at = [decode_tables.ravel()], num_decodes * width
-    read = pairs = int((decode_lengths - first_visible_rows(kind, window, decode_lengths - 1)).sum())
-    for i, segment in enumerate(segments, num_decodes):
-        position = segment.num_computed_tokens
-        runs[i] = segment.row_start, segment.num_rows, position, at
-        tables.append(segment.block_table)
-        at += len(segment.block_table)
-        read += position + segment.num_rows - first_visible(kind, window, position)
-        pairs += _pairs(kind, window, position, position + segment.num_rows)
+    runs, tables = _runs(segments, decode_lengths, decode_tables)
     slots = torch.from_numpy(np.ascontiguousarray(slot_mapping, dtype=np.int64))
+    read, pairs = _seen(segments, decode_lengths, kind, window)
     return AttentionBatch(
         kind=kind,
         window=window,
@@ -171,7 +161,33 @@ def build_native_batch(
         decodes=(),
         kv_tokens_read=read,
         pairs_scored=pairs,
-        native=NativeStep(runs, np.concatenate(tables, dtype=np.int32, casting="same_kind"), slots),
+        native=NativeStep(runs, tables, slots),
+    )
+
+
+def build_gpu_batch(
+    *,
+    slot_mapping: np.ndarray,
+    segments: Sequence[SegmentRows],
+    decode_lengths: np.ndarray,
+    decode_tables: np.ndarray,
+    device: torch.device,
+    kind: str = "full",
+    window: int = 0,
+) -> AttentionBatch:
+    """Return the batch of one step for kernels on a GPU; arguments as of `build_attention_batch`."""
+    runs, tables = _runs(segments, decode_lengths, decode_tables)
+    slots = torch.from_numpy(np.ascontiguousarray(slot_mapping, dtype=np.int64))
+    read, pairs = _seen(segments, decode_lengths, kind, window)
+    return AttentionBatch(
+        kind=kind,
+        window=window,
+        slot_mapping=slots.to(device, non_blocking=True),
+        prefills=(),
+        decodes=(),
+        kv_tokens_read=read,
+        pairs_scored=pairs,
+        gpu=GpuStep(runs, tables, len(decode_lengths), device),
     )
 
 
@@ -225,6 +241,32 @@ class NativeDecodes:
         if self._window:
             read -= int(first_visible_rows(self._kind, self._window, positions).sum())
         self.batch.kv_tokens_read = self.batch.pairs_scored = read  # one row a sequence
+
+
+def _runs(
+    segments: Sequence[SegmentRows], decode_lengths: np.ndarray, decode_tables: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of a step as runs [R, 4] i64 and all block tables after each other, i32; see `NativeStep`."""
+    num_decodes, width = decode_tables.shape
+    runs = np.empty((num_decodes + len(segments), 4), np.int64)
+    rows = np.arange(num_decodes)
+    runs[:num_decodes] = np.stack([rows, np.ones_like(rows), decode_lengths - 1, rows * width], axis=1)
+    tables, at = [decode_tables.ravel()], num_decodes * width
+    for i, segment in enumerate(segments, num_decodes):
+        runs[i] = segment.row_start, segment.num_rows, segment.num_computed_tokens, at
+        tables.append(segment.block_table)
+        at += len(segment.block_table)
+    return runs, np.concatenate(tables, dtype=np.int32, casting="same_kind")
+
+
+def _seen(segments: Sequence[SegmentRows], decode_lengths: np.ndarray, kind: str, window: int) -> tuple[int, int]:
+    """Return tokens of KV that are read and pairs that are scored; see `AttentionBatch`."""
+    read = pairs = int((decode_lengths - first_visible_rows(kind, window, decode_lengths - 1)).sum())
+    for segment in segments:
+        position = segment.num_computed_tokens
+        read += position + segment.num_rows - first_visible(kind, window, position)
+        pairs += _pairs(kind, window, position, position + segment.num_rows)
+    return read, pairs
 
 
 def _pairs(kind: str, window: int, begin: int, end: int) -> int:

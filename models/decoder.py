@@ -9,48 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from ..attention.batch import AttentionBatch
 from ..attention.tensor_parallel import TensorParallelGroup
 from ..kvcache.storage import KVStorage
 from ..moe.experts import gated_ffn
+from ..moe.gpu_experts import GpuPairs
+from ..moe.kernels.linear import logits as head_logits
 from ..moe.layer import MoELayer, RoutingObserver
 from ..moe.wide_ep.exchanges.contract import Exchange
+from ..moe.wide_ep.exchanges.joining import give_kernels
 from ..moe.wide_ep.placement import ExpertPlacement
 from ..quant import PackedTensor, embedding_rows
-from ..quant import logits as head_logits
 from ..telemetry import RankCounters, RankProgress, StepMarks
 from ..telemetry.step_marks import ATTENTION, DENSE, INPUTS, NO_LAYER
 from ..topologies.overlap_choice import NOTHING
 from .config import ModelConfig
+from .forward_batch import ForwardBatch
+from .kernels.choice import TORCH, KernelChoice
 from .latent import LatentAttentionBlock
 from .layers import AttentionBlock, Norm, RowPositions, query_temperature
 from .native_layers import NativeLayers, can_fuse
 from .pass_counts import PassCounter
 from .rotary import Rotary
 from .weights import DenseFFN, ModelWeights
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForwardBatch:
-    """The rows of one rank in one step.
-
-    Attributes:
-        input_ids: [T] i64.
-        positions: [T] i64, from 0 in each sequence.
-        attention: which blocks each row reads and writes, one a cache group, in the order of the storage's groups.
-        sample_rows: [S] i64, rows whose logits are wanted.
-        long_rows: [T] bool, rows of sequences that may grow beyond the length that the rotary embedding was made for;
-            None where the model has but one set of frequencies.
-    """
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    attention: tuple[AttentionBatch, ...]
-    sample_rows: torch.Tensor
-    long_rows: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +67,9 @@ class Decoder:
         rank: this rank in the group.
         exchange: joins the ranks.
         counters: where bytes and tokens are counted.
-        progress: ticked after every layer and every matrix of logits; None in tests.
         ranks: that divide the heads of attention with this one; None where it has them all. `config` and `weights` are
             then those of its share.
+        kernels: of a GPU; by default none.
 
     Attributes:
         moe_layers: in order.
@@ -100,13 +84,15 @@ class Decoder:
         rank: int,
         exchange: Exchange,
         counters: RankCounters,
-        progress: RankProgress | None = None,
         ranks: TensorParallelGroup | None = None,
+        kernels: KernelChoice = TORCH,
     ) -> None:
         self._config, self._weights, self._exchange, self._ranks = config, weights, exchange, ranks
-        self._progress = progress
+        self._kernels = kernels
+        self._progress: RankProgress | None = None
         self._rotary = Rotary(config.rotary, weights.embedding.device)
-        self._final_norm = Norm(config, weights.final_norm, weights.final_norm_bias)
+        norm = partial(Norm, config, kernels=kernels.rows)
+        self._final_norm = norm(weights.final_norm, weights.final_norm_bias)
         self._layers: list[_Layer] = []
         for i, layer in enumerate(weights.layers):
             moe = None
@@ -120,18 +106,20 @@ class Decoder:
                     rank=rank,
                     exchange=exchange,
                     counters=counters,
-                    progress=progress,
+                    kernels=kernels.rows,
                 )
             attention: AttentionBlock | LatentAttentionBlock
             if config.latent is None:
-                attention = AttentionBlock(config, layer, layer=i, rotary=self._rotary, ranks=ranks)
+                attention = AttentionBlock(
+                    config, layer, layer=i, rotary=self._rotary, ranks=ranks, kernels=kernels.attention
+                )
             else:
-                attention = LatentAttentionBlock(config, layer, layer=i, rotary=self._rotary)
+                attention = LatentAttentionBlock(config, layer, layer=i, rotary=self._rotary, kernels=kernels.attention)
             self._layers.append(
                 _Layer(
-                    input_norm=Norm(config, layer.input_norm, layer.input_norm_bias),
+                    input_norm=norm(layer.input_norm, layer.input_norm_bias),
                     attention=attention,
-                    post_attention_norm=Norm(config, layer.post_attention_norm, layer.post_attention_norm_bias),
+                    post_attention_norm=norm(layer.post_attention_norm, layer.post_attention_norm_bias),
                     dense=layer.dense,
                     moe=moe,
                 )
@@ -140,6 +128,8 @@ class Decoder:
         self._native: NativeLayers | None = None
         self._native_storage: KVStorage | None = None  # for which `_native` was made, or found to be impossible
         self.moe_layers = [layer.moe for layer in self._layers if layer.moe is not None]
+        if self.moe_layers and all(layer.runs_in_kernels for layer in self.moe_layers):
+            give_kernels(exchange, GpuPairs())
         self._pass_counter = PassCounter(config, weights, self.moe_layers, counters)
         self._logits_room = self._logits_place = torch.empty(0, 0)
 
@@ -172,6 +162,26 @@ class Decoder:
         Returns:
             [T, D] hidden states after the final norm.
         """
+        x = self.compute(batch, storage, before_layers, overlap=overlap, marks=marks)
+        self.count(batch, storage, x)
+        if self._ranks is not None and batch.input_ids.shape[0]:
+            x = self._ranks.gather(x, batch.input_ids.shape[0])
+        return x
+
+    def compute(
+        self,
+        batch: ForwardBatch,
+        storage: KVStorage,
+        before_layers: Callable[[], None] | None = None,
+        *,
+        overlap: str = NOTHING,
+        marks: StepMarks | None = None,
+    ) -> torch.Tensor:
+        """Do what `forward` does, for this rank's own rows [t, D], without counting.
+
+        With kernels of a GPU, the exchange `local` or `padded`, and a batch in `fixed` memory all of it is work of the
+        device in shapes that follow from those of the batch: a graph can hold it.
+        """
         config, ranks = self._config, self._ranks
         ids = batch.input_ids if ranks is None else ranks.share.own_rows(batch.input_ids)
         x = embedding_rows(ids, self._weights.embedding)  # [T, D], or [t, D] of its own
@@ -179,22 +189,27 @@ class Decoder:
             x = x * config.embedding_multiplier
         positions = self._positions(batch) if batch.input_ids.shape[0] else None
         native = self._native_layers(storage)
+        if batch.fixed is not None:
+            batch.fixed.grant(batch.input_ids.shape[0])
         if before_layers is not None:
             before_layers()
         if marks is not None:
             marks.mark(INPUTS)
         if native is None:
-            x = self._final_norm(self._by_parts(x, positions, batch, storage, overlap, marks))
+            x = self._by_parts(x, positions, batch, storage, overlap, marks)
         elif native.whole and not self._is_observed:
             x = native.run(x, positions, batch.attention, marks)
         else:
             x = native.final_norm(self._by_halves(native, x, positions, batch, overlap, marks))
         if marks is not None:
             marks.layer = NO_LAYER
-        self._count(batch, storage, x)
-        if ranks is not None and positions is not None:
-            x = ranks.gather(x, batch.input_ids.shape[0])
         return x
+
+    def watch(self, progress: RankProgress) -> None:
+        """Tick `progress` after every layer, every collective and every matrix of logits from now on."""
+        self._progress = progress
+        for layer in self.moe_layers:
+            layer.progress = progress
 
     def observe_routing(self, observer: RoutingObserver) -> None:
         """Show every choice of routers to `observer` from now on; layers then run one by one, with the same bits."""
@@ -232,7 +247,7 @@ class Decoder:
         if self._native_storage is storage:
             return self._native
         self._native, self._native_storage = None, storage
-        if self._ranks is None and can_fuse(self._weights, storage):
+        if self._ranks is None and self._kernels.rows is None and can_fuse(self._weights, storage):
             self._native = NativeLayers(
                 self._config,
                 self._weights,
@@ -263,16 +278,14 @@ class Decoder:
             if layer.moe is not None:
                 added = layer.moe(hidden, overlap, marks)
             elif positions is not None:
-                assert layer.dense is not None
-                added = gated_ffn(hidden, layer.dense)
-                _computed(marks)
+                added = self._dense(layer, hidden, marks)
             if norm_after and added is not None:
-                x = self._add(x, added, layer.post_attention_norm)
+                x = layer.post_attention_norm.add_normed(x, added)
             if self._progress is not None:
                 self._progress.tick()
         if norm_after or added is None:
             return x
-        return self._add(x, added, self._final_norm)
+        return self._final_norm.plus(x, added)
 
     def _by_parts(
         self,
@@ -283,29 +296,31 @@ class Decoder:
         overlap: str,
         marks: StepMarks | None,
     ) -> torch.Tensor:
-        """Run all layers, part by part."""
+        """Run all layers, part by part, and the final norm."""
         ranks, num_rows = self._ranks, batch.input_ids.shape[0]
+        num_filled = None if batch.fixed is None else batch.fixed.num_filled
+        added: torch.Tensor | None = None  # what still has to be added to `x`
         for i, layer in enumerate(self._layers):
             if positions is not None:
                 attention = batch.attention[storage.group_of(i)]
-                hidden = self._before(x, layer.input_norm)
+                x, hidden = self._before(x, added, layer.input_norm)
                 if ranks is None:
                     added = layer.attention(hidden, positions, storage, attention)
                 else:
                     added = ranks.reduce(layer.attention(ranks.gather(hidden, num_rows), positions, storage, attention))
-                x = self._add(x, added, layer.input_norm)
+                x, added = self._after(x, added, layer.input_norm)
             _attended(marks, i, positions)
             if layer.moe is not None:
-                added = layer.moe(self._before(x, layer.post_attention_norm), overlap, marks)
-                x = self._add(x, added, layer.post_attention_norm)
+                x, hidden = self._before(x, added, layer.post_attention_norm)
+                added = layer.moe(hidden, overlap, marks, num_filled)
+                x, added = self._after(x, added, layer.post_attention_norm)
             elif x.shape[0]:
-                assert layer.dense is not None
-                added = gated_ffn(self._before(x, layer.post_attention_norm), layer.dense)
-                x = self._add(x, added, layer.post_attention_norm)
-                _computed(marks)
+                x, hidden = self._before(x, added, layer.post_attention_norm)
+                added = self._dense(layer, hidden, marks)
+                x, added = self._after(x, added, layer.post_attention_norm)
             if self._progress is not None:
                 self._progress.tick()
-        return x
+        return self._final_norm(x) if added is None else self._final_norm.add(x, added)[1]
 
     def step_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what `logits` does, in memory that the next call may write to: new memory is slow to touch."""
@@ -322,7 +337,7 @@ class Decoder:
         """Return the logits of `hidden` [S, D]: [S, V] f32, in `out` where it is given and a kernel computes them."""
         config, weights = self._config, self._weights
         self._pass_counter.count_logits(hidden.shape[0])
-        logits = head_logits(hidden, weights.head, weights.head_bias, out=out)
+        logits = head_logits(hidden, weights.head, weights.head_bias, self._kernels.rows, out=out)
         if config.logits_multiplier != 1.0:
             logits = logits * config.logits_multiplier
         if config.logits_cap:
@@ -333,32 +348,42 @@ class Decoder:
 
     def _positions(self, batch: ForwardBatch) -> RowPositions:
         temperature = self._config.query_temperature
-        is_plain = batch.long_rows is None and batch.positions.device.type == "cpu"
+        on_host = batch.positions.device.type == "cpu" and self._kernels.rows is None
         return RowPositions(
             angles=self._rotary.lookup(batch.positions)
-            if is_plain
+            if on_host and batch.long_rows is None
             else self._rotary.angles(batch.positions, batch.long_rows),
             temperature=None if temperature is None else query_temperature(temperature, batch.positions),
         )
 
-    def _before(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """Return what goes into a block."""
-        return x if self._config.norm_after else norm(x)
+    def _dense(self, layer: _Layer, hidden: torch.Tensor, marks: StepMarks | None) -> torch.Tensor:
+        """Return what an FFN without experts adds."""
+        assert layer.dense is not None
+        added = gated_ffn(hidden, layer.dense, kernels=self._kernels.rows)
+        if marks is not None:
+            marks.mark(DENSE)
+        return added
 
-    def _add(self, x: torch.Tensor, added: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """Return the residual stream with what a block adds to it."""
-        if self._config.norm_after:
-            added = norm(added)
-        if self._config.residual_multiplier != 1.0:
-            added = added * self._config.residual_multiplier
-        return x + added
+    def _before(self, x: torch.Tensor, added: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the residual stream with what was `added`, and what goes into a block."""
+        return norm.add(x, added) if added is not None else (x, x if self._config.norm_after else norm(x))
 
-    def _count(self, batch: ForwardBatch, storage: KVStorage, x: torch.Tensor) -> None:
-        """Count what a pass read, wrote, multiplied and sent; logits count when they are made."""
+    def _after(self, x: torch.Tensor, added: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the residual stream and what a block adds to it, None if that has been done."""
+        return (norm.add_normed(x, added), None) if self._config.norm_after else (x, added)
+
+    def count(self, batch: ForwardBatch, storage: KVStorage, x: torch.Tensor) -> None:
+        """Count what a pass read, wrote, multiplied and sent; logits count when they are made.
+
+        Args:
+            batch: of the pass.
+            storage: of KV.
+            x: [t, D] what `compute` returned.
+        """
         native = self._native
         self._pass_counter.count(
-            x,
-            batch.input_ids.shape[0],
+            x[: batch.num_rows],
+            batch.input_ids.shape[0] if batch.num_rows is None else batch.num_rows,
             batch.attention,
             storage.groups,
             self._exchange.take_traffic(),
@@ -372,9 +397,3 @@ def _attended(marks: StepMarks | None, layer: int, positions: RowPositions | Non
         marks.layer = layer
         if positions is not None:
             marks.mark(ATTENTION)
-
-
-def _computed(marks: StepMarks | None) -> None:
-    """Mark the end of an FFN without experts."""
-    if marks is not None:
-        marks.mark(DENSE)

@@ -15,7 +15,7 @@ import torch
 
 from ..attention.batch import AttentionBatch
 from ..attention.native import KV_CODES, AttentionArgs, AttentionStepArgs, NativeAttention
-from ..attention.native_heads import HeadSteps, QkvEpilogue, QkvEpilogueArgs
+from ..attention.native_heads import QkvEpilogue, QkvEpilogueArgs
 from ..kvcache.storage import KVStorage
 from ..moe.activation import SILU
 from ..moe.layer import MoELayer
@@ -29,7 +29,7 @@ from ..quant.native_linear import LinearArgs, linear_args
 from ..telemetry import RankProgress, StepMarks
 from ..telemetry.step_marks import ATTENTION, COMBINE, DENSE, DISPATCH, EXPERTS, ROUTING, SHARED, WAIT
 from .config import ModelConfig
-from .layers import RowPositions, attention_options
+from .layers import RowPositions, attention_options, head_steps
 from .native_latent import LatentArgs, LatentCall, is_packed, latent_widths
 from .native_norm import NativeNorm, NormArgs
 from .weights import LayerWeights, ModelWeights
@@ -303,32 +303,10 @@ class NativeLayers:
             args.latent, args.is_latent = latent.args, True
             self._kept.append(latent)
             return
-        heads = QkvEpilogue(self._head_steps(number, weights), self.storage, number)
+        heads = QkvEpilogue(head_steps(self._config, weights, number), self.storage, number)
         args.qkv, args.heads = linear_args(weights.qkv, weights.qkv_bias), heads.args
         args.heads.stride = args.qkv.out_stride
         self._kept.append(heads)
-
-    def _head_steps(self, number: int, weights: LayerWeights) -> HeadSteps:
-        config, attention = self._config, self._config.attention_of(number)
-        head_norm, norm_weights = config.qk_norm, None
-        if head_norm == "unit" and not attention.rotary:
-            head_norm = None
-        if head_norm in ("head", "full"):
-            assert weights.q_norm is not None and weights.k_norm is not None, "QK-norm, but its weights are missing"
-            counts = (config.num_heads, config.num_kv_heads) if head_norm == "head" else (1, 1)
-            parts = [norm.expand(n, -1).flatten() for norm, n in zip((weights.q_norm, weights.k_norm), counts)]
-            norm_weights = torch.cat(parts)
-        return HeadSteps(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rotary_dim=config.rotary.rotary_dim if attention.rotary else 0,
-            interleaved=config.rotary.interleaved,
-            head_norm=head_norm,
-            norm_weights=norm_weights,
-            norm_after_rotary=config.qk_norm_after_rotary,
-            eps=config.norm_eps,
-        )
 
     def _norm(self, weight: torch.Tensor, bias: torch.Tensor | None, multiplier: float) -> NormArgs:
         norm = NativeNorm(self._config.norm, weight, bias, eps=self._config.norm_eps, multiplier=multiplier)

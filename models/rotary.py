@@ -102,13 +102,15 @@ class Rotary:
 
         Args:
             positions: [T] i64.
-            long_rows: [T] bool, rows of sequences that may grow beyond the original length (`longrope`).
+            long_rows: [T] bool, or numbers other than 0, rows of sequences that may grow beyond the original length
+                (`longrope`).
         """
         wide = positions.float()[:, None]
         angle = wide * self._inverse  # [T, R / 2]
         amplitude: float | torch.Tensor = self._amplitude
         if self._long is not None and long_rows is not None:
             inverse, long_amplitude = self._long
+            long_rows = long_rows.bool()
             angle = torch.where(long_rows[:, None], wide * inverse, angle)
             amplitude = torch.where(long_rows, long_amplitude, self._amplitude)[:, None]
         cos, sin = angle.cos(), angle.sin()

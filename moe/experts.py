@@ -9,10 +9,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ..native.gpu import GpuKernels
 from ..quant import Matrix, PackedTensor, QuantTensor, dense
 from ..quant.linear import linear
 from .activation import SILU, Activation
 from .gated import ExpertWeights, GatedFFN
+from .kernels.linear import ffn
 from .native_experts import native_ffn
 
 
@@ -25,10 +27,15 @@ def activate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     return (gate * activation.alpha).sigmoid_().mul_(gate).mul_(up.add_(1))
 
 
-def gated_ffn(x: torch.Tensor, weights: GatedFFN, activation: Activation = SILU) -> torch.Tensor:
-    """Run all rows through one gated FFN: [T, D] -> [T, D]."""
+def gated_ffn(
+    x: torch.Tensor, weights: GatedFFN, activation: Activation = SILU, kernels: GpuKernels | None = None
+) -> torch.Tensor:
+    """Run all rows through one gated FFN: [T, D] -> [T, D]; `kernels` of a GPU take what torch would dequantise."""
     if isinstance(weights.w13, PackedTensor):
         return native_ffn(x, weights, activation)
+    found = ffn(x, weights, activation, kernels)
+    if found is not None:
+        return found
     return linear(activate(linear(x, weights.w13, weights.b13), activation), weights.w2, weights.b2)
 
 

@@ -9,97 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
+from ..native.gpu import GpuKernels
 from ..quant import PackedTensor, num_bytes
 from ..telemetry import RankCounters, RankProgress, StepMarks
 from ..telemetry.step_marks import COMBINE, DISPATCH, EXPERTS, ROUTING, SHARED
 from ..topologies.overlap_choice import HALVES, NOTHING
-from .activation import SILU, Activation
+from .activation import SILU
 from .experts import filled_ffn, gated_ffn, grouped_ffn
-from .gated import ExpertWeights, GatedFFN
-from .native_experts import ExpertFfnArgs, ffn_args, native_ffn, native_ffn_combine
-from .native_route import NativeRouter, RouteArgs
-from .routing import RoutingConfig, route
+from .gpu_experts import GpuExperts
+from .kernels.experts import can_multiply
+from .kernels.linear import linear
+from .layer_parts import ExpertSwitches, LayerExperts, NativeMoE
+from .native_experts import ffn_args, native_ffn, native_ffn_combine
+from .native_route import NativeRouter
+from .routing import route
 from .wide_ep import Dispatched, Exchange, ExpertPlacement, StagedExchange, replica_table, slots_of
 from .wide_ep.exchanges.stages import ROWS, Stages, in_turns
 
 # Sees what was chosen: MoE layer number, and expert ids [T, K] in memory that the next call may write to.
 RoutingObserver = Callable[[int, torch.Tensor], None]
-
-
-class ExpertSwitches(Protocol):
-    """What differs between the MoE layers of one model and of another; `models.config.MoEConfig` has it."""
-
-    @property
-    def routing(self) -> RoutingConfig:
-        """How logits become experts."""
-        ...
-
-    @property
-    def activation(self) -> Activation:
-        """Of routed experts."""
-        ...
-
-    @property
-    def weigh_input(self) -> bool:
-        """A token's weight multiplies what goes into its only expert, not what comes out."""
-        ...
-
-
-class LayerExperts(Protocol):
-    """What a MoE layer holds on this rank; `models.weights.MoEWeights` is one and says the shapes."""
-
-    @property
-    def router(self) -> torch.Tensor:
-        """[E, D]."""
-        ...
-
-    @property
-    def experts(self) -> ExpertWeights:
-        """Of the local slots, in slot order."""
-        ...
-
-    @property
-    def router_bias(self) -> torch.Tensor | None:
-        """[E]."""
-        ...
-
-    @property
-    def selection_bias(self) -> torch.Tensor | None:
-        """[E] f32."""
-        ...
-
-    @property
-    def shared(self) -> GatedFFN | None:
-        """The shared experts as one FFN."""
-        ...
-
-    @property
-    def shared_gate(self) -> torch.Tensor | None:
-        """[1, D]."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class NativeMoE:
-    """Arguments of native calls that are fixed for a layer; they point into what the layer holds.
-
-    Attributes:
-        route: of the router.
-        experts: of the local slots.
-        shared: of the shared experts.
-        shared_gate: [1, D].
-    """
-
-    route: RouteArgs
-    experts: ExpertFfnArgs
-    shared: ExpertFfnArgs | None
-    shared_gate: torch.Tensor | None
 
 
 class MoELayer:
@@ -113,11 +44,13 @@ class MoELayer:
         rank: this rank in the group.
         exchange: joins the ranks.
         counters: where experts without an owner are counted.
-        progress: ticked before and after each collective; None in tests.
+        kernels: of a GPU; None runs with torch or natively.
 
     Attributes:
         tokens_per_slot: [S] i64, rows that reached each slot in the last call (`layer_counts.PassCounts` adds them up).
+            With `kernels` it is on the device and stays where it is.
         read_again: [] i64, slots whose weights the last call read twice, because both halves of its rows hit them.
+        progress: ticked before and after each collective; None: nobody watches.
         observer: shown every choice of the router; None: nobody looks.
         top_k: K.
         bytes_per_slot, router_bytes, shared_bytes: weights that a call reads: one slot's, the router's in the form that
@@ -136,7 +69,7 @@ class MoELayer:
         rank: int,
         exchange: Exchange,
         counters: RankCounters,
-        progress: RankProgress | None = None,
+        kernels: GpuKernels | None = None,
     ) -> None:
         num_slots, routing = placement.num_local_slots(rank), switches.routing
         assert weights.experts.w13.shape[0] == num_slots, (weights.experts.w13.shape, rank)
@@ -146,15 +79,18 @@ class MoELayer:
         self.top_k = routing.top_k
         self._staged = exchange if isinstance(exchange, StagedExchange) else None
         self._activation, self._weigh_input = switches.activation, switches.weigh_input
-        self._counters, self._progress = counters, progress
+        self._counters = counters
+        self.progress: RankProgress | None = None
         router = weights.router.float()  # [E, D]: logits are computed in fp32
         self._router: torch.Tensor | None = router
         self._router_bias = None if weights.router_bias is None else weights.router_bias.float()
         self._selection_bias = weights.selection_bias
         self._experts, self._shared, self._shared_gate = weights.experts, weights.shared, weights.shared_gate
-        self._table = placement.table(moe_layer, rank, device)
+        own_table = replica_table(placement, moe_layer, rank)
+        # One of its own, which never moves, where a graph may hold its address.
+        self._table = placement.table(moe_layer, rank, device) if kernels is None else own_table.to(device)
         # Valid ids cannot lack an owner when every expert has one, so the check costs nothing in a sound placement.
-        self._all_owned = bool((replica_table(placement, moe_layer, rank)[:-1] >= 0).all())
+        self._all_owned = bool((own_table[:-1] >= 0).all())
         self._is_alone = exchange.name == "local" and self._all_owned and not switches.weigh_input
         self._router_native: NativeRouter | None = None
         if isinstance(weights.experts.w13, PackedTensor):
@@ -167,10 +103,14 @@ class MoELayer:
                 selection_bias=weights.selection_bias,
                 slot_of=self._table,
             )
+        self._gpu: GpuExperts | None = None
+        if kernels is not None and can_multiply(weights.experts, kernels.target):
+            self._gpu = GpuExperts(routing, weights.experts, switches.activation, kernels)
         self._no_ids = torch.empty(0, routing.top_k, dtype=torch.int32, device=device)
         self._no_weights = torch.empty(0, routing.top_k, device=device)
         self.observer: RoutingObserver | None = None
-        self.tokens_per_slot = torch.zeros(num_slots, dtype=torch.int64)
+        self.tokens_per_slot = torch.zeros(num_slots, dtype=torch.int64, device=None if kernels is None else device)
+        self._kernels, self._counts_stay = kernels, kernels is not None
         self._never_again = torch.zeros((), dtype=torch.int64, device=device)
         self.read_again = self._never_again
         self.bytes_per_slot = weights.experts.bytes_per_slot
@@ -186,7 +126,13 @@ class MoELayer:
             self.shared_bytes += num_bytes(shared.w13, shared.w2, shared.b13, shared.b2)
             self.shared_flops += 2 * sum(math.prod(part.shape) for part in (shared.w13, shared.w2))
 
-    def __call__(self, x_TD: torch.Tensor, overlap: str = NOTHING, marks: StepMarks | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        x_TD: torch.Tensor,
+        overlap: str = NOTHING,
+        marks: StepMarks | None = None,
+        num_filled: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return what the experts add to the residual.
 
         Args:
@@ -194,6 +140,7 @@ class MoELayer:
             overlap: what runs while rows travel, see `topologies.overlap_choice`; the same on all ranks. Only exchanges
                 over links leave anything to run.
             marks: get the parts of a traced step.
+            num_filled: [1] i64 on the device; rows from there on stand for nothing and reach no expert. None: all do.
 
         Returns:
             [T, D], the same bits for every `overlap` where a row's bits depend on that row alone.
@@ -201,12 +148,16 @@ class MoELayer:
         if self._router_native is not None and self._is_alone:
             return self._run_alone(x_TD, marks)
         num_tokens = x_TD.shape[0]
-        physical_ids_TK, topk_weights_TK = self._choose(x_TD) if num_tokens else (self._no_ids, self._no_weights)
+        physical_ids_TK, topk_weights_TK = (
+            self._choose(x_TD, num_filled) if num_tokens else (self._no_ids, self._no_weights)
+        )
         sent_TD = x_TD
         if self._weigh_input:
             sent_TD = x_TD * topk_weights_TK.to(x_TD.dtype)
             topk_weights_TK = torch.ones_like(topk_weights_TK)
         self._tick(marks, ROUTING)
+        if self._gpu is not None and self._exchange.name == "local":
+            return self._run_on_gpu(self._gpu, x_TD, sent_TD, physical_ids_TK, topk_weights_TK, marks)
         if overlap != NOTHING:
             parts = _halves(num_tokens) if overlap == HALVES else (slice(0, num_tokens),)
             sent = [(sent_TD[part], physical_ids_TK[part], topk_weights_TK[part]) for part in parts]
@@ -229,9 +180,17 @@ class MoELayer:
         Args:
             table: as `replica_table` makes one, [E + 1] i32 on the device of the weights; every expert has a slot.
         """
-        self._table = table
+        if self._kernels is not None and self._table is not None:
+            self._table.copy_(table)
+        else:
+            self._table = table
         if self._router_native is not None:
             self._router_native.place(table)
+
+    @property
+    def runs_in_kernels(self) -> bool:
+        """Whether kernels of a GPU multiply the experts."""
+        return self._gpu is not None
 
     @property
     def native(self) -> NativeMoE | None:
@@ -257,6 +216,23 @@ class MoELayer:
         shared_TD = self._shared_experts(x_TD) if x_TD.shape[0] and self._shared is not None else None
         self._tick(marks if shared_TD is not None else None, SHARED)
         combined_TD = native_ffn_combine(x_TD, self._experts, self._activation, routed, shared=shared_TD)
+        if marks is not None:
+            marks.mark(EXPERTS)
+        return combined_TD
+
+    def _run_on_gpu(
+        self,
+        gpu: GpuExperts,
+        x_TD: torch.Tensor,
+        sent_TD: torch.Tensor,
+        slot_ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        marks: StepMarks | None,
+    ) -> torch.Tensor:
+        """Run rows that stay on this rank; the same bits as through an exchange."""
+        shared_TD = self._shared_experts(x_TD) if x_TD.shape[0] and self._shared is not None else None
+        self._tick(marks if shared_TD is not None else None, SHARED)
+        combined_TD = gpu.run(sent_TD, slot_ids_TK, weights_TK, self.tokens_per_slot, shared_TD)
         if marks is not None:
             marks.mark(EXPERTS)
         return combined_TD
@@ -305,13 +281,19 @@ class MoELayer:
         return combined_TD
 
     def _keep_counts(self, arrived: Sequence[Dispatched]) -> None:
-        first, *others = (dispatched.tokens_per_slot for dispatched in arrived)
-        self.tokens_per_slot, self.read_again = first, self._never_again
-        for second in others:
-            self.tokens_per_slot = first + second
-            self.read_again = ((first > 0) & (second > 0)).sum()
+        counts, self.read_again = arrived[0].tokens_per_slot, self._never_again
+        for other in arrived[1:]:
+            self.read_again = ((counts > 0) & (other.tokens_per_slot > 0)).sum()
+            counts = counts + other.tokens_per_slot
+        if self._counts_stay:
+            self.tokens_per_slot.copy_(counts, non_blocking=True)
+        else:
+            self.tokens_per_slot = counts
 
     def _run_experts(self, dispatched: Dispatched) -> torch.Tensor:
+        if self._gpu is not None:
+            counts = dispatched.tokens_per_slot.to(dispatched.source.device, non_blocking=True)
+            return self._gpu.multiply(dispatched.source, counts, dispatched.row_tokens)
         if dispatched.is_padded:
             return self._run_filled(dispatched)
         if not isinstance(self._experts.w13, PackedTensor):
@@ -335,7 +317,7 @@ class MoELayer:
         rows_MD[:num_rows] = grouped_ffn(dispatched.rows[:num_rows], counts, self._experts, self._activation)
         return rows_MD
 
-    def _choose(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(self, x_TD: torch.Tensor, num_filled: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         if self._router_native is not None:
             routed = self._router_native(x_TD)
             if self.observer is not None:
@@ -344,11 +326,15 @@ class MoELayer:
                 self._report_unowned(routed.expert_ids, routed.slot_ids)
             return routed.slot_ids, routed.weights
         assert self._router is not None
-        logits_TE = F.linear(x_TD.float(), self._router, self._router_bias)
-        topk_ids_TK, topk_weights_TK = route(logits_TE, self._routing, self._selection_bias)
+        logits_TE = linear(x_TD.float(), self._router, self._router_bias, self._kernels)
+        if self._gpu is not None:
+            routing, physical_ids_TK = self._gpu.choose(logits_TE, self._selection_bias, self._table, num_filled)
+        else:
+            routing = route(logits_TE, self._routing, self._selection_bias)
+            physical_ids_TK = slots_of(routing.topk_ids, self._table)
+        topk_ids_TK, topk_weights_TK = routing
         if self.observer is not None:
             self.observer(self._moe_layer, topk_ids_TK)
-        physical_ids_TK = slots_of(topk_ids_TK, self._table)
         if not self._all_owned:
             self._report_unowned(topk_ids_TK, physical_ids_TK)
         return physical_ids_TK, topk_weights_TK
@@ -364,15 +350,15 @@ class MoELayer:
 
     def _shared_experts(self, x_TD: torch.Tensor) -> torch.Tensor:
         assert self._shared is not None
-        output_TD = gated_ffn(x_TD, self._shared)
+        output_TD = gated_ffn(x_TD, self._shared, kernels=self._kernels)
         if self._shared_gate is not None:
-            output_TD = output_TD * F.linear(x_TD, self._shared_gate).sigmoid()
+            output_TD = output_TD * linear(x_TD, self._shared_gate, kernels=self._kernels).sigmoid()
         return output_TD
 
     def _tick(self, marks: StepMarks | None, part: int) -> None:
         """Say that `part` is done."""
-        if self._progress is not None:
-            self._progress.tick()
+        if self.progress is not None:
+            self.progress.tick()
         if marks is not None:
             marks.mark(part)
 

@@ -20,12 +20,12 @@ class SlotCounts(NamedTuple):
     """Of all MoE layers in one pass.
 
     Attributes:
-        tokens_per_slot: [L_moe, S] i64, rows that reached each slot.
+        tokens_per_slot: [L_moe, S] i64, rows that reached each slot. On a GPU they stay there until they are added up.
         read_again: [L_moe], slots whose weights were read a second time; None where none were.
     """
 
-    tokens_per_slot: np.ndarray
-    read_again: np.ndarray | None = None
+    tokens_per_slot: np.ndarray | torch.Tensor
+    read_again: np.ndarray | torch.Tensor | None = None
 
 
 class PassCounts:
@@ -45,19 +45,22 @@ class PassCounts:
         self._shared_flops = sum(layer.shared_flops for layer in layers)
 
     def left(self) -> SlotCounts:
-        """Return what the last call of each layer left. Where that is on a GPU the host waits for it here."""
+        """Return what the last call of each layer left, as a copy. The host does not wait for a GPU."""
         return SlotCounts(
-            torch.stack([layer.tokens_per_slot for layer in self._layers]).cpu().numpy(),
-            torch.stack([layer.read_again for layer in self._layers]).cpu().numpy(),
+            torch.stack([layer.tokens_per_slot for layer in self._layers]),
+            torch.stack([layer.read_again for layer in self._layers]),
         )
 
     def add(self, counters: RankCounters, counts: SlotCounts, *, num_rows: int) -> None:
-        """Count one pass, in which `num_rows` of this rank's own went through routers and shared experts."""
-        tokens_per_slot = counts.tokens_per_slot
+        """Count one pass, in which `num_rows` of this rank's own went through routers and shared experts.
+
+        Where counts are on a GPU the host waits for that pass here.
+        """
+        tokens_per_slot = _on_host(counts.tokens_per_slot)
         counters.add_expert_tokens(tokens_per_slot)
         slots_hit = np.add.reduce(tokens_per_slot != 0, axis=1)
         if counts.read_again is not None:
-            slots_hit += counts.read_again
+            slots_hit += _on_host(counts.read_again)
         counters.add_bytes("routed", int(slots_hit @ self._bytes_per_slot))
         counters.add_flops("routed", float(tokens_per_slot.sum(axis=1) @ self._flops_per_row))
         if num_rows:
@@ -65,3 +68,7 @@ class PassCounts:
             counters.add_bytes("shared", self._shared_bytes)
             counters.add_flops("dense", num_rows * self._router_flops)
             counters.add_flops("shared", num_rows * self._shared_flops)
+
+
+def _on_host(counts: np.ndarray | torch.Tensor) -> np.ndarray:
+    return counts.cpu().numpy() if isinstance(counts, torch.Tensor) else counts

@@ -61,6 +61,8 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
         threads: compute threads a rank; None takes what OMP_NUM_THREADS names, else divides the cores of the host
             among its ranks.
         numa_bind: pin each rank to the cores of one NUMA node.
+        kernels: what runs layers: `auto`, kernels of the device; `torch`; or `triton`, which a CPU can only interpret.
+        batch_invariant: on a GPU, a row's bits do not depend on how many others are computed with it.
         exchange: what joins the ranks of a group: `auto`, or one of `topologies.exchange_choice.EXCHANGES`.
         exchange_payload: how rows travel to experts: `auto` as they are, `fp8` in e4m3 with a scale for 128 columns.
         overlap: what runs while rows travel over links: `auto`, or one of `topologies.overlap_choice.OVERLAPS`.
@@ -76,6 +78,8 @@ class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
     domains: str | None = None
     threads: int | None = None
     numa_bind: bool = False
+    kernels: str = "auto"
+    batch_invariant: bool = False
     exchange: str = "auto"
     exchange_payload: str = "auto"
     overlap: str = "auto"

@@ -177,6 +177,8 @@ class EngineLoop:
                         if len(loaded) == num_ranks:
                             num_blocks = min(rank.num_blocks for rank in loaded.values())
                             check_blocks(self._start, num_blocks)
+                            for line in loaded[0].kernels:
+                                log.info("kernels: %s", line)
                             group.workers.broadcast(AllocateKV(num_blocks=num_blocks))
                     case KVAllocated():
                         allocated[message.rank] = message

@@ -274,7 +274,7 @@ class StopWorker(Message, frozen=True, kw_only=True):
 class Loaded(Message, frozen=True, kw_only=True):
     """Weights are in place on `rank`, so many of each kind and format; it could hold `num_blocks` KV blocks.
 
-    `expert_slots` are those of a MoE layer.
+    `expert_slots` are those of a MoE layer; `kernels` says what runs in kernels of a GPU, and what does not.
     """
 
     rank: int
@@ -282,6 +282,7 @@ class Loaded(Message, frozen=True, kw_only=True):
     weight_bytes: int
     weight_bytes_read: int
     pid: int
+    kernels: tuple[str, ...] = ()
     expert_slots: int = 0
     weight_kinds: dict[str, int] = {}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..native.gpu import interpreting
 from ..topologies import parse_topology
 from ..topologies.exchange_choice import EXCHANGES, PAYLOADS
 from ..topologies.overlap_choice import OVERLAPS
@@ -17,6 +18,7 @@ from .scheduling.limits import POLICIES
 
 MOST = 2**31 - 1
 MOST_BYTES = 2**63 - 1
+KERNELS = ("auto", "torch", "triton")
 # The spellings that `quant.parse_format` takes for what a model can run in; quant itself would import torch here.
 DTYPES = ("bfloat16", "bf16", "float16", "fp16", "half", "float32", "fp32", "float")
 
@@ -53,8 +55,18 @@ def _words(config: EngineConfig) -> list[tuple[str, Any, bool, str]]:
          f"use {' or '.join(QUANTIZATIONS)}, or leave it out; a checkpoint that is quantised already says so itself"),
         ("quantization", model.quantization, model.quantization is None or parallel.device == "cpu",
          "it quantises for a CPU only; leave it out with device cuda"),
+        ("quantization", model.quantization, model.quantization is None or parallel.kernels == "auto",
+         f"it quantises for native kernels; leave it out with kernels {parallel.kernels}"),
         ("ranks", parallel.ranks, parallel.ranks in ("processes", "threads"), "use processes or threads"),
         ("device", parallel.device, parallel.device in ("cpu", "cuda"), "use cpu or cuda"),
+        ("kernels", parallel.kernels, parallel.kernels in KERNELS, f"use {', '.join(KERNELS)}"),
+        ("kernels", parallel.kernels, parallel.kernels != "triton" or parallel.device == "cuda" or interpreting(),
+         "a CPU has no Triton kernels; use auto, or device cuda"),
+        ("batch_invariant", parallel.batch_invariant, not parallel.batch_invariant or parallel.kernels != "torch",
+         "torch's products depend on the number of rows; leave kernels out"),
+        ("batch_invariant", parallel.batch_invariant,
+         not parallel.batch_invariant or parallel.device == "cuda" or parallel.kernels == "triton",
+         "it is for device cuda; leave it out: in native kernels of a CPU (bf16) a row's bits never depend on others"),
         ("domains", parallel.domains, parallel.domains is None or parallel.device == "cpu",
          "a host emulates them; leave it out with device cuda"),
         ("exchange", parallel.exchange, parallel.exchange in EXCHANGES, f"use {', '.join(EXCHANGES)}"),

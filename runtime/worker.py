@@ -17,17 +17,19 @@ import torch
 
 from ..attention.tensor_parallel import ALL_HEADS, TensorParallelGroup
 from ..kvcache.storage import KVStorage
-from ..models.decoder import Decoder, ForwardBatch
+from ..models.decoder import Decoder
 from ..models.families import load_config
 from ..models.footprint import cache_groups, kv_groups
+from ..models.forward_batch import ForwardBatch
 from ..models.head_shares import local_config
-from ..models.loading import LoadOptions, load_weights
+from ..models.kernels.choice import kernel_report
+from ..models.loading import load_weights
 from ..models.weights import bytes_by_kind
 from ..moe.probing import LinkProber
 from ..moe.wide_ep.exchanges import Exchange
 from ..moe.wide_ep.placement import ExpertPlacement
-from ..native.library import native_isa, set_threads
-from ..quant import can_pack, parse_format, parse_kv_format, weight_scheme
+from ..native.library import native_isa
+from ..quant import parse_format, parse_kv_format
 from ..telemetry import RankCounters, RankProgress, StepClock
 from ..telemetry.step_marks import HEAD, SAMPLING, WAIT
 from ..topologies.link_probes import LinkProbe, RankFound
@@ -50,6 +52,7 @@ from .ranks.batch import StepRows, WorkerBatch
 from .ranks.choice import Choice, agree
 from .ranks.finish import Committed
 from .ranks.held_memory import HeldMemory
+from .ranks.loading import attends_natively, kernels_of, load_options
 from .ranks.logit_edits import LogitEdits, edited
 from .ranks.memory import blocks_that_fit, gpu_counters, matrix_rates, read_bandwidth, resident_on
 from .ranks.metered import metered
@@ -59,7 +62,7 @@ from .ranks.row_scan import RowScanner
 from .ranks.sampler import sample
 from .ranks.step_inputs import InputBuilder, StepInputs
 from .ranks.step_way import begin_step
-from .ranks.warm_up import FIRST_STEP, warm_up_plans
+from .ranks.warm_up import FIRST_STEP, warm_up_plans, warm_up_sizes
 from .rebalancing.rank_moves import RankMoves
 
 # Sees every step: what ran, the final hidden states [T, D], and whose row each is, sequence ids [T] i64.
@@ -116,6 +119,7 @@ class Worker:
         )
         self.kv_format = parse_kv_format(config.cache.kv_cache_dtype, self.number_format)
         self.device = torch.device(config.parallel.device)
+        self._kernels = kernels_of(config, self._own_config, self.device)
         self._counters = RankCounters(len(self.model_config.moe_layers), placement.num_local_slots(rank))
         self._clock = StepClock(self._counters)
         self._reports = CounterReports(self._counters)
@@ -154,23 +158,9 @@ class Worker:
 
     def load(self) -> Loaded:
         """Read this rank's weights and say how many KV blocks fit beside them."""
-        options, dtype = self.config.model, self.number_format.torch_dtype
-        native = can_pack(dtype, self.device)
-        if native:
-            set_threads(torch.get_num_threads())
-        how = LoadOptions(
-            dtype=dtype,
-            placement=self._placement,
-            rank=self.rank,
-            device=self.device,
-            dummy=options.load_format == "dummy",
-            seed=options.seed,
-            num_threads=torch.get_num_threads(),
-            pack=native,
-            scheme=weight_scheme(options.quantization) if options.quantization else None,
-            share=self._share,
-        )
-        report = load_weights(Path(options.path), self.model_config, how, on_progress=self._on_loading)
+        path = Path(self.config.model.path)
+        how = load_options(self.config, self.number_format, self._placement, self.rank, self._share)
+        report = load_weights(path, self.model_config, how, on_progress=self._on_loading)
         self._weight_bytes = report.bytes_held
         self._decoder = Decoder(
             self._own_config,
@@ -179,13 +169,14 @@ class Worker:
             rank=self.rank,
             exchange=self._exchange,
             counters=self._counters,
-            progress=self._progress,
             ranks=self._ranks,
+            kernels=self._kernels,
         )
+        self._decoder.watch(self._progress)
         if self.routing_log is not None:
             self._decoder.observe_routing(self.routing_log.observe)
         if moves_experts(self.config):
-            self.moves = RankMoves(self._decoder, Path(options.path), self.model_config, how)
+            self.moves = RankMoves(self._decoder, path, self.model_config, how)
         return Loaded(
             rank=self.rank,
             num_blocks=blocks_that_fit(self.config, self._own_config, self.number_format, self.device),
@@ -194,6 +185,7 @@ class Worker:
             expert_slots=self._placement.num_local_slots(self.rank),
             weight_kinds=bytes_by_kind(report.weights),
             pid=os.getpid(),
+            kernels=kernel_report(self._kernels, self._decoder.moe_layers),
         )
 
     def allocate(self, num_blocks: int) -> KVAllocated:
@@ -216,7 +208,14 @@ class Worker:
             block_size=config.cache.block_size,
             groups=[(group.kind, group.window) for group in layout.groups],
         )
-        self._inputs = InputBuilder(self._batch, self.device, self.number_format, self._long_from)
+        self._inputs = InputBuilder(
+            self._batch,
+            self.device,
+            self._long_from,
+            native=attends_natively(config, self.number_format, self.device),
+            gpu=self._kernels.attention is not None,
+            divides_heads=self._ranks is not None,
+        )
         self._reports.held = HeldMemory(
             self._weight_bytes, self._storage, self._batch, self._exchange, self._ranks,
             resident=partial(resident_on, self.device),
@@ -275,6 +274,7 @@ class Worker:
         self._clock.inputs_ready()
         made, overlap = self._clock.marks, header.overlap
         hidden = self.decoder.forward(forward, self.storage, before_layers, overlap=overlap, marks=made)
+        hidden = hidden[: rows.num_rows]
         self._clock.computed()
         if self.observer is not None:
             self.observer(forward, hidden, self.batch.sequence_ids[rows.row_slots])
@@ -384,12 +384,16 @@ class Worker:
         return _Outcome(slots=slots, tokens=tokens[kept.counts > 0], counts=counts, flags=flags)
 
     def _warm_up(self) -> None:
-        steps, used = warm_up_plans(self._exchange.name, self.config.cache.block_size, self.storage.num_blocks)
-        for header, plan in steps:
-            self.run(header, plan)
-        self.batch.apply(RankPlan(), snapshot=True)
-        for group, blocks in enumerate(used):
-            self.storage.zero_blocks(range(blocks), group)
+        size, rows = self.config.cache.block_size, self.config.schedule.max_num_batched_tokens
+        most, compiles = min(rows, self.batch.max_blocks * size - 2), self.device.type == "cuda"
+        for num_tokens in warm_up_sizes(size, most, compiles=compiles and self._kernels.rows is not None):
+            steps, used = warm_up_plans(self._exchange.name, size, self.storage.num_blocks, num_tokens)
+            self._next_step = FIRST_STEP
+            for header, plan in steps:
+                self.run(header, plan)
+            self.batch.apply(RankPlan(), snapshot=True)
+            for group, blocks in enumerate(used):
+                self.storage.zero_blocks(range(blocks), group)
         self._counters.clear()
         self._clock = StepClock(self._counters)  # so that waiting for the first request is not waiting for a plan
         self._reports.forget()

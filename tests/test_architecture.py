@@ -131,6 +131,7 @@ MAY_IMPORT_TORCH = {
     "runtime/ranks/choice.py",
     "runtime/ranks/kernels/launches.py",
     "runtime/ranks/kernels/rows.py",
+    "runtime/ranks/loading.py",
     "runtime/ranks/logit_edits.py",
     "runtime/ranks/logprobs.py",
     "runtime/ranks/masks.py",

@@ -39,6 +39,20 @@ class GpuStep:
         self.longest_decode = int(runs[:num_decodes, 2].max(initial=-1)) + 1
         self._tiles: dict[int, torch.Tensor] = {}
 
+    @classmethod
+    def of_single_rows(cls, runs: torch.Tensor, tables: torch.Tensor, longest: int) -> GpuStep:
+        """Return a step of single rows whose numbers stand on the device already and may change there.
+
+        Args:
+            runs: [R, 4] i64.
+            tables: [n] i32.
+            longest: no sequence has more tokens.
+        """
+        step = cls.__new__(cls)
+        step._host_runs, step._device, step._tiles = np.empty((len(runs), 4), np.int64), runs.device, {}
+        step.runs, step.tables, step.num_decodes, step.longest_decode = runs, tables, len(runs), longest
+        return step
+
     def tiles(self, rows: int) -> torch.Tensor:
         """Return the other runs cut into tiles of `rows`, those with most keys first: [n, 2] i32, run and first row.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...native.gpu import GpuTarget, Launch
+from ...native.gpu import GpuKernels, GpuTarget, Launch
 from ..activation import SILU, Activation
 from ..gated import ExpertWeights
 from .expert_tiles import ProductConfig, ProductSize, most_tiles, pick_config
@@ -93,15 +93,9 @@ def ffn_launches(
     if not num_rows or not num_slots:
         return [], out
 
-    def config_of(part: Weights, outputs: int, inputs: int, *, gated: bool) -> ProductConfig:
-        size = ProductSize(
-            rows=num_rows, slots=num_slots, outputs=outputs, inputs=inputs, gated=gated, bits=part.bits,
-            scale_columns=part.scale_columns if part.scales_sums else 0,
-        )  # fmt: skip
-        return pick_config(size, target, batch_invariant=batch_invariant)
-
-    first = config_of(w13, ffn_width, width, gated=True)
-    second = config_of(w2, width, ffn_width, gated=False)
+    kernels = GpuKernels(target=target, batch_invariant=batch_invariant)
+    first = _config(w13, num_rows, (num_slots, ffn_width, width), kernels, gated=True)
+    second = _config(w2, num_rows, (num_slots, width, ffn_width), kernels, gated=False)
     assert first.block_m == second.block_m, "both products walk over the same tiles of rows"
     cut, tiles, num_tiles = _tiles_launch(tokens_per_slot, num_rows, first.block_m)
     rows = _Rows(source=x, row_tokens=row_tokens, tiles=tiles, num_tiles=num_tiles)
@@ -111,6 +105,46 @@ def ffn_launches(
         _product_launch(rows, w13, weights.b13, hidden, first, target, activation),
         _product_launch(again, w2, weights.b2, out, second, target, None),
     ], out
+
+
+def product_launches(
+    x: torch.Tensor,
+    counts: torch.Tensor,
+    weights: Weights,
+    bias: torch.Tensor | None,
+    outputs: int,
+    kernels: GpuKernels,
+) -> tuple[list[Launch], torch.Tensor]:
+    """Return the launches of one product of sorted rows with the matrices of their slots, and where it will stand.
+
+    Args:
+        x: [M, K].
+        counts: [S] i64, rows of each slot.
+        weights: [S, N, K].
+        bias: [S, N].
+        outputs: N.
+        kernels: how they are launched.
+    """
+    num_rows, inputs = x.shape
+    out = x.new_empty(num_rows, outputs)
+    if not num_rows:
+        return [], out
+    config = _config(weights, num_rows, (len(counts), outputs, inputs), kernels, gated=False)
+    cut, tiles, num_tiles = _tiles_launch(counts, num_rows, config.block_m)
+    rows = _Rows(source=x, row_tokens=None, tiles=tiles, num_tiles=num_tiles)
+    return [cut, _product_launch(rows, weights, bias, out, config, kernels.target, None)], out
+
+
+def _config(
+    part: Weights, num_rows: int, shape: tuple[int, int, int], kernels: GpuKernels, *, gated: bool
+) -> ProductConfig:
+    """Return the tiles of a product with matrices [S, N, K]; with `gated` N counts gates alone."""
+    slots, outputs, inputs = shape
+    size = ProductSize(
+        rows=num_rows, slots=slots, outputs=outputs, inputs=inputs, gated=gated, bits=part.bits,
+        scale_columns=part.scale_columns if part.scales_sums else 0,
+    )  # fmt: skip
+    return pick_config(size, kernels.target, batch_invariant=kernels.batch_invariant)
 
 
 def _tiles_launch(counts: torch.Tensor, num_rows: int, block_m: int) -> tuple[Launch, torch.Tensor, torch.Tensor]:

@@ -98,11 +98,14 @@ def moe_launches(shapes: MoEShapes, num_tokens: int, target: GpuTarget) -> Itera
     routing = shapes.routing
     logits, bias = (torch.empty(*size, routing.num_experts, device="meta") for size in ((num_tokens,), ()))
     slot_of = torch.empty(routing.num_experts + 1, dtype=torch.int32, device="meta")
-    route, chosen, slot_ids = route_launch(logits, routing, bias if shapes.has_selection_bias else None, slot_of)
+    selection_bias = bias if shapes.has_selection_bias else None
+    num_filled = torch.empty(1, dtype=torch.int64, device="meta")
+    yield route_launch(logits, routing, selection_bias, slot_of)[0]
+    route, chosen, slot_ids = route_launch(logits, routing, selection_bias, slot_of, num_filled)
     yield route
     permute, permuted = permute_launches(slot_ids, routing.num_experts)
     yield from permute
-    x, residual = shapes.rows(num_tokens), shapes.rows(num_tokens)
+    x, shared = shapes.rows(num_tokens), shapes.rows(num_tokens)
     for format_name in shapes.formats:
         experts = shapes.experts(format_name)
         launches, rows = ffn_launches(
@@ -114,5 +117,5 @@ def moe_launches(shapes: MoEShapes, num_tokens: int, target: GpuTarget) -> Itera
                 x, permuted.tokens_per_slot, experts, shapes.activation, target=target,
                 row_tokens=permuted.row_tokens, batch_invariant=True,
             )[0]  # fmt: skip
-    yield combine_launch(rows, chosen.topk_weights, permuted.rows, residual=residual)[0]
+    yield combine_launch(rows, chosen.topk_weights, permuted.rows, shared=shared)[0]
     yield combine_launch(rows, chosen.topk_weights, permuted.rows)[0]

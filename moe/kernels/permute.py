@@ -32,32 +32,38 @@ class Permuted(NamedTuple):
     tokens_per_slot: torch.Tensor
 
 
-def triton_permute(slot_ids: torch.Tensor, num_slots: int) -> Permuted:
+def triton_permute(slot_ids: torch.Tensor, num_slots: int, counts: torch.Tensor | None = None) -> Permuted:
     """Sort choices by slot; those of one slot stay in order.
 
     Args:
         slot_ids: [T, K] i32 below `num_slots`, -1 for a dropped choice.
         num_slots: S.
+        counts: [S] i64, what becomes `tokens_per_slot`; None makes it.
 
     Example:
         ids [[1, 0], [1, -1]] and S = 2: row_tokens [0, 0, 1, ..], rows [[1, 0], [2, -1]], tokens_per_slot [1, 2].
     """
-    launches, permuted = permute_launches(slot_ids, num_slots)
+    launches, permuted = permute_launches(slot_ids, num_slots, counts)
     for launch in launches:
         launch.run()
     return permuted
 
 
-def permute_launches(slot_ids: torch.Tensor, num_slots: int) -> tuple[list[Launch], Permuted]:
+def permute_launches(
+    slot_ids: torch.Tensor, num_slots: int, counts: torch.Tensor | None = None
+) -> tuple[list[Launch], Permuted]:
     """Return the launches behind `triton_permute`, in order, and where its results will stand."""
     from .permute_triton import count_kernel, place_kernel
 
     assert slot_ids.dtype == torch.int32 and slot_ids.is_contiguous(), slot_ids.dtype
     num_choices, device = slot_ids.numel(), slot_ids.device
+    if counts is None:
+        counts = torch.empty(num_slots, dtype=torch.int64, device=device)
+    assert counts.shape == (num_slots,) and counts.dtype == torch.int64 and counts.is_contiguous(), counts.shape
     permuted = Permuted(
         row_tokens=torch.empty(num_choices, dtype=torch.int32, device=device),
         rows=torch.empty_like(slot_ids),
-        tokens_per_slot=torch.empty(num_slots, dtype=torch.int64, device=device),
+        tokens_per_slot=counts,
     )
     slots = max(2, 1 << (num_slots - 1).bit_length())
     blocks = max(1, -(-num_choices // _CHOICES))  # one at least: counts of nothing are zeros

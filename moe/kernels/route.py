@@ -19,6 +19,7 @@ def triton_route(
     config: RoutingConfig,
     selection_bias: torch.Tensor | None = None,
     slot_of: torch.Tensor | None = None,
+    num_filled: torch.Tensor | None = None,
 ) -> tuple[Routing, torch.Tensor]:
     """Choose K experts for each row and weigh them, in fp32; ties go to the lower id.
 
@@ -27,11 +28,12 @@ def triton_route(
         config: see `RoutingConfig`.
         selection_bias: [E] f32, added to the scores that choose, never to those that weigh.
         slot_of: [E] i32 (or more), the slot of each expert; None: expert e stands in slot e.
+        num_filled: [1] i64; rows from there on stand for nothing and get slots -1. None: all do.
 
     Returns:
         `Routing`, and slots [T, K] i32.
     """
-    launch, routing, slot_ids = route_launch(logits, config, selection_bias, slot_of)
+    launch, routing, slot_ids = route_launch(logits, config, selection_bias, slot_of, num_filled)
     launch.run()
     return routing, slot_ids
 
@@ -41,6 +43,7 @@ def route_launch(
     config: RoutingConfig,
     selection_bias: torch.Tensor | None = None,
     slot_of: torch.Tensor | None = None,
+    num_filled: torch.Tensor | None = None,
 ) -> tuple[Launch, Routing, torch.Tensor]:
     """Return the launch behind `triton_route` and where its results will stand."""
     from .route_triton import route_kernel
@@ -52,15 +55,15 @@ def route_launch(
     assert slot_of is None or slot_of.dtype == torch.int32, slot_of.dtype
     expert_ids = torch.empty(num_tokens, config.top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_tokens, config.top_k, device=logits.device)
-    slot_ids = expert_ids if slot_of is None else torch.empty_like(expert_ids)
+    slot_ids = expert_ids if slot_of is None and num_filled is None else torch.empty_like(expert_ids)
     # Groups of one token are a tile only where they decide.
     groups = config.num_groups if config.top_groups < config.num_groups else 1
     launch = Launch(
         kernel=route_kernel,
         grid=(num_tokens,),
         arguments={
-            "logits": logits, "selection_bias": selection_bias, "slot_of": slot_of, "expert_ids": expert_ids,
-            "weights": weights, "slot_ids": slot_ids, "num_experts": num_experts,
+            "logits": logits, "selection_bias": selection_bias, "slot_of": slot_of, "num_filled": num_filled,
+            "expert_ids": expert_ids, "weights": weights, "slot_ids": slot_ids, "num_experts": num_experts,
             "min_weight_sum": config.min_weight_sum, "scaling_factor": config.scaling_factor, "jitter": config.jitter,
         },
         constants={

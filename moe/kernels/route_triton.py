@@ -29,7 +29,8 @@ def first_of(keys, ids, LAST: tl.constexpr):
 
 @triton.jit
 def route_kernel(
-    logits, selection_bias, slot_of, expert_ids, weights, slot_ids, num_experts, min_weight_sum, scaling_factor, jitter,
+    logits, selection_bias, slot_of, num_filled, expert_ids, weights, slot_ids, num_experts, min_weight_sum,
+    scaling_factor, jitter,
     SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, TOP_K: tl.constexpr, NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, GROUP_SCORE: tl.constexpr, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
     CHOICES: tl.constexpr,
@@ -93,5 +94,10 @@ def route_kernel(
     here = token * TOP_K + k
     tl.store(expert_ids + here, chosen_ids, mask=k < TOP_K)
     tl.store(weights + here, chosen_weights, mask=k < TOP_K)
-    if slot_of is not None:
-        tl.store(slot_ids + here, tl.load(slot_of + chosen_ids, mask=k < TOP_K, other=-1), mask=k < TOP_K)
+    if slot_of is not None or num_filled is not None:
+        slots = chosen_ids
+        if slot_of is not None:
+            slots = tl.load(slot_of + chosen_ids, mask=k < TOP_K, other=-1)
+        if num_filled is not None:
+            slots = tl.where(token < tl.load(num_filled), slots, -1)
+        tl.store(slot_ids + here, slots, mask=k < TOP_K)

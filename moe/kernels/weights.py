@@ -74,7 +74,7 @@ def kernel_weights(matrix: Matrix, target: GpuTarget, *, gated: bool) -> Weights
     half = outputs // 2
     if gated and matrix.sections != (half, half) and (matrix.sections != (outputs,) or half % rows):
         return None
-    if not gated and matrix.sections != (outputs,):
+    if not gated and any(section % rows for section in matrix.sections[:-1]):
         return None
     assert matrix.data.is_contiguous() and matrix.scales.is_contiguous(), matrix.data.stride()
     format_name = _FORMATS[scheme.kind]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 # What a launch may hand to a kernel besides constants: tensors (anything with dtype and data_ptr) and numbers.
 Argument = Any
 Constant = int | float | bool | str | None
+
+# Triton's interpreter changes the language for the whole process while a kernel runs.
+_one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,13 @@ class Launch:
         """Start it on the device of its tensors; with an interpreted kernel, do it now."""
         if not math.prod(self.grid):
             return
+        if interpreting():
+            with _one_at_a_time:
+                self._start()
+        else:
+            self._start()
+
+    def _start(self) -> None:
         self.kernel[self.grid](
             **self.arguments,
             **self.constants,

@@ -1,4 +1,5 @@
-"""Log-probabilities of tokens from rows of logits, with ranks and the most likely ones: natively on a CPU, else torch.
+"""Log-probabilities of tokens from rows of logits, with ranks and the most likely ones: natively on a CPU, by a kernel
+on a GPU (the most likely ones by torch), else by torch.
 
 Not sampling (sampler.py) and not what is reported to whom (reports.py). Rows never look at each other, so what a row
 gives is the same in every batch; natively to the last bit. Ties go to the lower id.
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from ...native.library import load
+from .row_scan import on_gpu
 
 LEAST_LOGPROB = -9999.0
 
@@ -60,6 +62,8 @@ def token_logprobs(
     num_top = min(num_top, logits.shape[1])
     if logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.is_contiguous() and load() is not None:
         return _natively(logits, tokens, num_top, np.arange(len(tokens)) if rows is None else rows)
+    if on_gpu(logits):
+        return _on_gpu(logits, tokens, num_top, rows)
     if rows is not None:
         logits = logits[torch.from_numpy(rows).to(logits.device)]
     logits = logits.float()
@@ -71,6 +75,22 @@ def token_logprobs(
         rank=(logits >= own).sum(-1).cpu().numpy(),
         top_ids=ids.cpu().numpy(),
         top=logprobs.gather(1, ids).cpu().numpy(),
+    )
+
+
+def _on_gpu(logits: torch.Tensor, tokens: torch.Tensor, num_top: int, rows: np.ndarray | None) -> RowLogprobs:
+    from .kernels.rows import triton_logprobs
+
+    device = logits.device
+    row_ids = torch.arange(len(tokens), device=device) if rows is None else torch.from_numpy(rows).to(device)
+    chosen, ranks = triton_logprobs(logits.contiguous(), row_ids, tokens, LEAST_LOGPROB)
+    own = logits[row_ids, : logits.shape[1] if num_top else 0].float()
+    ids = _most_likely(own, num_top)
+    top = own.gather(1, ids)
+    if num_top:
+        top = (top - own.logsumexp(-1, keepdim=True)).clamp_(min=LEAST_LOGPROB)
+    return RowLogprobs(
+        chosen=chosen.cpu().numpy(), rank=ranks.cpu().numpy(), top_ids=ids.cpu().numpy(), top=top.cpu().numpy()
     )
 
 

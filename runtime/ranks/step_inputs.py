@@ -7,17 +7,17 @@ Shapes: T rows of the step, K of them sampled.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import repeat
 
 import numpy as np
 import torch
 
 from ...attention.batch import AttentionBatch
-from ...attention.build import NativeDecodes, build_attention_batch, build_native_batch
-from ...attention.native import serves
-from ...models.decoder import ForwardBatch
-from ...quant import NumberFormat
+from ...attention.build import NativeDecodes, build_attention_batch, build_gpu_batch, build_native_batch
+from ...attention.kernels.decode_rows import DecodeRows
+from ...models.forward_batch import ForwardBatch
 from ..plan import pack
 from .batch import GroupRows, StepRows, WorkerBatch
 from .sampler import SamplingRows
@@ -49,13 +49,37 @@ class InputBuilder:
     Args:
         batch: of the rank.
         device: of its tensors.
-        number_format: of its KV.
         long_from: sequences that may grow beyond so many tokens use other rotary frequencies; 0 where none do.
+        native: a CPU's kernels attend.
+        gpu: kernels of a GPU do.
+        divides_heads: ranks that divide heads have the same rows.
+
+    Attributes:
+        pad_to: how many rows a step of so many single rows has; with `gpu` alone. By default as many.
     """
 
-    def __init__(self, batch: WorkerBatch, device: torch.device, number_format: NumberFormat, long_from: int) -> None:
+    def __init__(
+        self,
+        batch: WorkerBatch,
+        device: torch.device,
+        long_from: int,
+        *,
+        native: bool = False,
+        gpu: bool = False,
+        divides_heads: bool = False,
+    ) -> None:
         self._batch, self._device, self._long_from = batch, device, long_from
-        self._is_native = serves(number_format, device)
+        self._is_native, self._is_gpu = native, gpu
+        self._fixed: DecodeRows | None = None
+        self.pad_to: Callable[[int], int] = lambda num_rows: num_rows
+        if gpu and not divides_heads:
+            self._fixed = DecodeRows(
+                most_rows=batch.num_slots,
+                groups=batch.groups,
+                max_blocks=batch.max_blocks,
+                block_size=batch.block_size,
+                device=device,
+            )
         self._last: StepInputs | None = None
         self._decodes: list[NativeDecodes] = []
         self._settings: SamplingRows | None = None
@@ -66,17 +90,19 @@ class InputBuilder:
             for decodes in self._decodes:
                 decodes.advance()
             return self._last
+        fixed = None if rows.segments else self._fixed
+        if fixed is not None and self._last is not None and self._last.rows is rows:
+            self._last = replace(self._last, forward=self._forward_fixed(fixed, rows, self._last.forward.sample_rows))
+            return self._last
         self._settings = None
         self._decodes = []
+        if fixed is not None:
+            fixed.load_tables([group.decode_tables for group in rows.groups])
         self._last = StepInputs(
             rows=rows,
-            forward=ForwardBatch(
-                input_ids=self._move(rows.input_ids),
-                positions=self._move(rows.positions),
-                attention=tuple(map(self._attention, repeat(rows), rows.groups, self._batch.groups)),
-                sample_rows=self._move(rows.sample_rows),
-                long_rows=self._long_rows(rows),
-            ),
+            forward=self._forward(rows)
+            if fixed is None
+            else self._forward_fixed(fixed, rows, self._move(rows.sample_rows)),
             samples_all=rows.sample_rows.size == rows.num_rows,
             takes_best=self._batch.sampling.takes_best(rows.sample_slots),
             slots=pack(rows.sample_slots),
@@ -92,11 +118,36 @@ class InputBuilder:
             self._settings.position[:] = self._batch.num_tokens[rows.sample_slots]
         return self._settings
 
+    def _forward(self, rows: StepRows) -> ForwardBatch:
+        is_long = self._is_long(rows)
+        return ForwardBatch(
+            input_ids=self._move(rows.input_ids),
+            positions=self._move(rows.positions),
+            attention=tuple(map(self._attention, repeat(rows), rows.groups, self._batch.groups)),
+            sample_rows=self._move(rows.sample_rows),
+            long_rows=None if is_long is None else self._move(is_long),
+        )
+
+    def _forward_fixed(self, fixed: DecodeRows, rows: StepRows, sample_rows: torch.Tensor) -> ForwardBatch:
+        """Return a step of single rows in `fixed` memory, where their tables stand already."""
+        bucket, is_long = self.pad_to(rows.num_rows), self._is_long(rows)
+        mappings = [group.slot_mapping for group in rows.groups]
+        attention = fixed.fill(rows.input_ids, rows.positions, mappings, bucket, is_long)
+        return ForwardBatch(
+            input_ids=fixed.input_ids[:bucket],
+            positions=fixed.positions[:bucket],
+            attention=attention,
+            sample_rows=sample_rows,
+            long_rows=None if is_long is None else fixed.is_long[:bucket],
+            fixed=fixed,
+            num_rows=rows.num_rows,
+        )
+
     def _move(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
-    def _long_rows(self, rows: StepRows) -> torch.Tensor | None:
-        return self._move(self._batch.max_length[rows.row_slots] > self._long_from) if self._long_from else None
+    def _is_long(self, rows: StepRows) -> np.ndarray | None:
+        return self._batch.max_length[rows.row_slots] > self._long_from if self._long_from else None
 
     def _attention(self, rows: StepRows, own: GroupRows, kind_and_window: tuple[str, int]) -> AttentionBatch:
         kind, window = kind_and_window
@@ -117,6 +168,16 @@ class InputBuilder:
                 segments=own.segments,
                 decode_lengths=rows.decode_lengths,
                 decode_tables=own.decode_tables,
+                kind=kind,
+                window=window,
+            )
+        if self._is_gpu:
+            return build_gpu_batch(
+                slot_mapping=own.slot_mapping,
+                segments=own.segments,
+                decode_lengths=rows.decode_lengths,
+                decode_tables=own.decode_tables,
+                device=self._device,
                 kind=kind,
                 window=window,
             )

@@ -1,4 +1,4 @@
-"""The steps that a rank runs before any request comes: a made-up sequence, its prompt and one token more.
+"""The steps that a rank runs before any request comes: made-up sequences, each with its prompt and one token more.
 
 Not the running (runtime/worker.py) and nothing that stays: slots, blocks and counters are cleared afterwards.
 Units: tokens, blocks.
@@ -16,8 +16,26 @@ WARM_UP_TOKENS = 8
 FIRST_STEP = -2
 
 
+def warm_up_sizes(block_size: int, most_rows: int, *, compiles: bool) -> list[int]:
+    """Return the lengths of the made-up prompts, the largest first.
+
+    Args:
+        block_size: tokens a block.
+        most_rows: of a step, and no more than a sequence may have.
+        compiles: kernels take another form for other numbers of rows, and are compiled when they first run.
+
+    Example:
+        Blocks of 16, 100 rows: 100, 64, 32, 16 and 8 where forms are compiled, else 8 alone.
+    """
+    fewest = max(1, min(WARM_UP_TOKENS, block_size - 1))
+    if not compiles or most_rows <= fewest:
+        return [fewest]
+    powers = [1 << i for i in range(fewest.bit_length(), most_rows.bit_length())]
+    return sorted({fewest, most_rows, *powers}, reverse=True)
+
+
 def warm_up_plans(
-    exchange: str, block_size: int, num_blocks: Sequence[int]
+    exchange: str, block_size: int, num_blocks: Sequence[int], num_tokens: int
 ) -> tuple[list[tuple[StepHeader, RankPlan]], list[int]]:
     """Return headers and plans, the same for every rank, and how many of the first blocks of each group they use.
 
@@ -25,8 +43,8 @@ def warm_up_plans(
         exchange: that the steps use.
         block_size: tokens a block.
         num_blocks: of each cache group; where they are few the sequence takes them in circles.
+        num_tokens: of the prompt.
     """
-    num_tokens = max(1, min(WARM_UP_TOKENS, block_size - 1))
     sampling = SamplingState(temperature=1.0, top_p=0.9, top_k=0, seed=0, num_logprobs=-1, eos_token_ids=())
     prompt = Admission(
         slot=0, sequence_id=0, tokens=pack(np.zeros(num_tokens)), max_length=num_tokens + 2, sampling=sampling

@@ -90,6 +90,12 @@ ENGINE_FLAGS = (
     _engine("topology", "text", TOPOLOGY,
             "EPxDPy: y replicas of a group of x ranks; or auto, a .yaml file, or a preset.", default="EP1DP1"),
     _engine("device", "text", TOPOLOGY, "cpu or cuda.", default="cpu"),
+    _engine("kernels", "text", TOPOLOGY,
+            "What runs layers: auto, kernels of the device, and torch where there are none; or torch alone.",
+            default="auto"),
+    _engine("batch-invariant", "bool", TOPOLOGY,
+            "A row's bits do not depend on how many others are computed with it (GPU; costs speed).",
+            default="off"),
     _engine("domains", "text", TOPOLOGY,
             "Domains that this host emulates for --topology auto and for advice: ranks of each, and their link, "
             "e.g. 2+2,rate=100,delay=20 (MB/s, us; CPU).", default="as the topology names them, else one"),

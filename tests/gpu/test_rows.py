@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moewe.runtime.ranks import row_scan, sampler, sampler_reference
+from moewe.runtime.ranks import logprobs, row_scan, sampler, sampler_reference
 from moewe.runtime.ranks.kernels import rows as kernels
 from moewe.runtime.ranks.kernels.rows import triton_draw, triton_logprobs, triton_scan
 from moewe.runtime.ranks.randomness import uniform
@@ -121,3 +121,14 @@ def test_logits_on_a_gpu_go_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     assert sampler.sample(logits, rows).tolist() == expected
     best, finite = row_scan.RowScanner()(logits)
     assert best.tolist() == logits.argmax(-1).tolist() and finite.all() and row_scan.finite_rows(logits).all()
+
+
+@pytest.mark.parametrize("num_top", [0, 3])
+def test_log_probabilities_on_a_gpu_go_to_the_kernel(monkeypatch: pytest.MonkeyPatch, num_top: int) -> None:
+    logits, tokens, rows = torch.randn(3, 12), torch.tensor([4, 11]), np.array([2, 0])
+    expected = logprobs.token_logprobs(logits, tokens, num_top, rows)
+    monkeypatch.setattr(logprobs, "on_gpu", lambda values: True)
+    found = logprobs.token_logprobs(logits, tokens, num_top, rows)
+    for name, values in vars(expected).items():
+        ours, theirs = (torch.from_numpy(array).double() for array in (getattr(found, name), values))
+        assert_within(ours, theirs, LOGPROBS)

@@ -91,8 +91,8 @@ def layer(
         rank=rank,
         exchange=exchange,
         counters=counters,
-        progress=board.rank(rank) if board else None,
     )
+    made.progress = board.rank(rank) if board else None
     return made, counters
 
 

@@ -21,9 +21,10 @@ from moewe.attention.build import build_attention_batch
 from moewe.kvcache.groups import CacheGroup, first_visible
 from moewe.kvcache.storage import KVStorage
 from moewe.models.config import ModelConfig
-from moewe.models.decoder import Decoder, ForwardBatch
+from moewe.models.decoder import Decoder
 from moewe.models.families import load_config
 from moewe.models.footprint import cache_groups
+from moewe.models.forward_batch import ForwardBatch
 from moewe.models.loading import LoadOptions, load_weights
 from moewe.models.weights import ModelWeights
 from moewe.moe.wide_ep import Exchange, linear_placement

@@ -35,7 +35,7 @@ class Setup:
         depth: steps in flight.
         keep_logits: record the logits of every row.
         eos_token_ids: end tokens; None takes the model's.
-        exchange, exchange_payload, overlap: as the options.
+        exchange, exchange_payload, overlap, kernels, batch_invariant: as the options.
         eplb: as the option; with `auto` a `Group` can `move` experts.
         eplb_load: by which experts are placed, [MoE layers, experts] i64 as bytes; empty places them evenly.
         eplb_slots: where they stand, [MoE layers, slots] i32 as bytes, if that does not follow from the load alone.
@@ -60,6 +60,8 @@ class Setup:
     exchange: str = "auto"
     exchange_payload: str = "auto"
     overlap: str = "auto"
+    kernels: str = "auto"
+    batch_invariant: bool = False
     eplb: str = "off"
     eplb_load: bytes = b""
     eplb_slots: bytes = b""
@@ -82,6 +84,8 @@ class Setup:
                 exchange=self.exchange,
                 exchange_payload=self.exchange_payload,
                 overlap=self.overlap,
+                kernels=self.kernels,
+                batch_invariant=self.batch_invariant,
                 eplb=self.eplb,
                 eplb_load=self.eplb_load,
                 eplb_slots=self.eplb_slots,

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 
 from ....telemetry import RankProgress
 from .all_to_all import AllToAllExchange
-from .contract import StagedExchange
+from .contract import Exchange, StagedExchange
 from .group_shape import GroupShape
 from .hierarchical import HierarchicalExchange
 from .links import Link, SlowLink
 from .padded import PaddedExchange
+from .pairs import PairKernels
 from .stepwise import StepwiseExchange
 from .wire import make_payload
 
@@ -40,6 +41,13 @@ def join_all_over_links(
     """Return the exchange that does as each step says where there are several `names`; see `join_over_links`."""
     made = [join_over_links(name, shape, rank, link_of, payload=payload, progress=progress) for name in names]
     return made[0] if len(made) == 1 else StepwiseExchange(made)
+
+
+def give_kernels(exchange: Exchange, kernels: PairKernels) -> None:
+    """Let `exchange` sort and add with `kernels`, where it can, if what it dispatches is read by kernels alone."""
+    for each in exchange.each if isinstance(exchange, StepwiseExchange) else (exchange,):
+        if isinstance(each, PaddedExchange):
+            each.kernels = kernels
 
 
 def join_over_links(

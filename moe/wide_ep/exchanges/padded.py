@@ -17,7 +17,7 @@ from .contract import Dispatched
 from .group_shape import GroupShape
 from .links import Link
 from .over_links import ExchangeOverLinks
-from .pairs import SortedPairs, add_pairs
+from .pairs import PairKernels, SortedPairs, add_pairs
 from .parts import local_ids
 from .stages import ANSWERS, ROWS, Stages
 from .wire import Payload, pack, unpack
@@ -25,10 +25,13 @@ from .wire import Payload, pack, unpack
 
 @dataclass(frozen=True, kw_only=True)
 class _Handle:
-    """`leaving` [M] i64 takes outputs from slot order to (rank, token, k); `home` finds those of this rank."""
+    """`leaving` [M] takes outputs from slot order to (rank, token, k); `home` finds those of this rank.
+
+    For kernels `home` is the row of each choice, [T, K] i32.
+    """
 
     leaving: torch.Tensor
-    home: SortedPairs
+    home: SortedPairs | torch.Tensor
 
 
 class PaddedExchange(ExchangeOverLinks):
@@ -40,6 +43,9 @@ class PaddedExchange(ExchangeOverLinks):
         link: of the W ranks.
         shape: of the group.
         payload: how rows are written on their way out; None: as they are.
+
+    Attributes:
+        kernels: what sorts and adds in place of torch.
     """
 
     name = "padded"
@@ -53,6 +59,7 @@ class PaddedExchange(ExchangeOverLinks):
         self._stops = torch.tensor([stop for _, stop in shape.slot_ranges], dtype=torch.int32)
         self._of_slots = torch.arange(self._range[1] - self._range[0] + 1, dtype=torch.int32)
         self._capacity = 1
+        self.kernels: PairKernels | None = None
 
     def begin_step(self, bucket: int) -> None:
         """Make room for a step with at most `bucket` rows on any rank."""
@@ -80,12 +87,19 @@ class PaddedExchange(ExchangeOverLinks):
         yield ROWS
         arrived = self._meter.waiting(pending, self._widest, device)()
         found, body = unpack(arrived, top_k)  # [W * C, K] by rank, then token
-        pairs = self._sort(local_ids(found, *self._range))
+        local, source = local_ids(found, *self._range), self._payload.decode(body, x.dtype, x.shape[1])
+        if self.kernels is not None:
+            row_tokens, rows_of, counts = self.kernels.sort(local.contiguous(), len(self._of_slots) - 1)
+            leaving = rows_of.view(-1).clamp(min=0)
+        else:
+            pairs = self._sort(local)
+            row_tokens, counts = pairs.tokens.to(torch.int32), pairs.counts
+            leaving = pairs.positions.t().reshape(-1)
         return Dispatched(
-            source=self._payload.decode(body, x.dtype, x.shape[1]),
-            row_tokens=pairs.tokens.to(torch.int32),
-            tokens_per_slot=pairs.counts,
-            handle=_Handle(leaving=pairs.positions.t().reshape(-1), home=home),
+            source=source,
+            row_tokens=row_tokens,
+            tokens_per_slot=counts,
+            handle=_Handle(leaving=leaving, home=home),
             is_padded=True,
         )
 
@@ -98,7 +112,10 @@ class PaddedExchange(ExchangeOverLinks):
             pending = self._link.start(leaving, split, split)
         yield ANSWERS
         home = self._meter.waiting(pending, self._widest, rows.device)()
-        return add_pairs(home.view(rows.dtype), topk_weights, handle.home)
+        if isinstance(handle.home, SortedPairs):
+            return add_pairs(home.view(rows.dtype), topk_weights, handle.home)
+        assert self.kernels is not None
+        return self.kernels.add(home.view(rows.dtype), topk_weights, handle.home)
 
     def _check(self, physical_ids: torch.Tensor) -> None:
         if physical_ids.numel() and (most := int(physical_ids.max())) >= self._shape.num_slots:
@@ -116,13 +133,16 @@ class PaddedExchange(ExchangeOverLinks):
             tokens=order // ids.shape[1], offsets=[], counts=bounds.diff(), positions=positions, dropped=None
         )
 
-    def _home(self, physical_ids: torch.Tensor) -> SortedPairs:
+    def _home(self, physical_ids: torch.Tensor) -> SortedPairs | torch.Tensor:
         """Return where the outputs of this rank's choices stand among all that come back: [W, C, K] rows."""
         num_tokens, top_k = physical_ids.shape
         owners = torch.searchsorted(self._stops, physical_ids.contiguous(), right=True)  # [T, K] i64
         choices = torch.arange(num_tokens * top_k, device=physical_ids.device).view(num_tokens, top_k)
         dropped = physical_ids < 0
-        positions = (owners * (self._capacity * top_k) + choices).masked_fill(dropped, 0)
+        positions = owners * (self._capacity * top_k) + choices
+        if self.kernels is not None:
+            return positions.masked_fill(dropped, -1).to(torch.int32)
+        positions = positions.masked_fill(dropped, 0)
         return SortedPairs(
             tokens=choices.view(-1), offsets=[], counts=self._of_slots[:0], positions=positions.t(), dropped=dropped.t()
         )

@@ -7,6 +7,7 @@ Letters: T tokens, K top-k, N = T * K pairs, P slots that ids may name, D width.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -30,6 +31,23 @@ class SortedPairs:
     counts: torch.Tensor
     positions: torch.Tensor
     dropped: torch.Tensor | None
+
+
+class PairKernels(Protocol):
+    """Kernels of a GPU that do what this file does, without a look from the host."""
+
+    def sort(self, slot_ids: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sort the pairs of `slot_ids` [T, K] i32 by slot, -1 for a dropped one.
+
+        Returns:
+            The token of each of M pairs [T * K] i32 (behind them is anything), the row of each choice [T, K] i32 (-1
+            for a dropped one), and pairs of each slot [num_slots] i64.
+        """
+        ...
+
+    def add(self, rows: torch.Tensor, topk_weights: torch.Tensor, row_of: torch.Tensor) -> torch.Tensor:
+        """Do what `add_pairs` does where choice [T, K] has the row `row_of` [T, K] i32, -1 for a dropped one."""
+        ...
 
 
 def sort_pairs(physical_ids: torch.Tensor, boundaries: torch.Tensor) -> SortedPairs:

@@ -39,6 +39,11 @@ class StepwiseExchange:
         return tuple(self._exchanges)
 
     @property
+    def each(self) -> tuple[StagedExchange, ...]:
+        """All of them."""
+        return tuple(self._exchanges.values())
+
+    @property
     def buffer_bytes(self) -> int:
         """Of the one that holds most: they take turns."""
         return max(exchange.buffer_bytes for exchange in self._exchanges.values())

@@ -1,0 +1,16 @@
+"""How long the made-up prompts of a warm-up are."""
+
+from __future__ import annotations
+
+from moewe.runtime.ranks.warm_up import warm_up_sizes
+
+
+def test_every_power_of_two_is_tried_where_kernels_are_compiled() -> None:
+    assert warm_up_sizes(16, 100, compiles=True) == [100, 64, 32, 16, 8]
+    assert warm_up_sizes(16, 64, compiles=True) == [64, 32, 16, 8]
+    assert warm_up_sizes(4, 9, compiles=True) == [9, 8, 4, 3]
+
+
+def test_otherwise_one_is_enough() -> None:
+    assert warm_up_sizes(16, 100, compiles=False) == [8]
+    assert warm_up_sizes(1, 100, compiles=False) == warm_up_sizes(1, 1, compiles=True) == [1]
