@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -346,7 +346,7 @@ def _join_exchange(
 def _process_links(start: WorkerStart, shape: GroupShape) -> LinkOf:
     """Join the ranks of the group, which are processes, and return the links between any that exchanges need."""
     from ..moe.wide_ep.exchanges import link_members
-    from ..moe.wide_ep.exchanges.links import DistributedLink, Link, LoneLink
+    from ..moe.wide_ep.exchanges.process_links import process_links
     from ..topologies.groups import init_group, make_subgroups
 
     init_group(
@@ -358,11 +358,7 @@ def _process_links(start: WorkerStart, shape: GroupShape) -> LinkOf:
     )
     members = [ranks for name in start.exchanges for ranks in link_members(name, shape)]
     groups = make_subgroups(members, rank=start.rank, timeout_s=GROUP_TIMEOUT_S)
-
-    def link_of(ranks: Sequence[int]) -> Link:
-        return DistributedLink(groups[tuple(ranks)]) if len(ranks) > 1 else LoneLink()
-
-    return link_of
+    return process_links(groups, start.exchanges, start.config.parallel.device)
 
 
 def _join_memory(start: WorkerStart, placement: ExpertPlacement, progress: RankProgress) -> Exchange:

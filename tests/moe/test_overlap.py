@@ -95,8 +95,8 @@ class LoggedLink:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
 
-    def start(self, *rows: Any) -> Pending:
-        return self._noted(self._link.start(*rows))
+    def start(self, *rows: Any, **how: Any) -> Pending:
+        return self._noted(self._link.start(*rows, **how))
 
     def gather(self, rows: torch.Tensor) -> Pending:
         return self._noted(self._link.gather(rows))

@@ -9,6 +9,7 @@ this rank.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -118,4 +119,15 @@ class StagedExchange(Exchange, Protocol):
 
     def combining(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: Any) -> Stages[torch.Tensor]:
         """Take the stages of `combine`, the last of which is behind ANSWERS."""
+        ...
+
+    def repeat(self, traffic: Traffic) -> None:
+        """Book once more what the captured calls of a CUDA graph have moved, because it was replayed."""
+        ...
+
+    def rehearsing(self) -> AbstractContextManager[None]:
+        """Return what lets calls begin no collective: rows come back as if all ranks had sent those of this one.
+
+        For what is compiled when it is first called. It takes links that can rehearse (`rehearsed_link.py`).
+        """
         ...

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ....telemetry import RankProgress
 from ....topologies.meeting import blaming_peers
 from .group_shape import SlowRate
+from .registered_room import RegisteredRoom
 
 # Waits for rows that are under way and returns them; called once.
 Pending = Callable[[], torch.Tensor]
@@ -43,13 +44,16 @@ class Link(Protocol):
         """The most bytes of rows that one collective has sent and received at a time."""
         ...
 
-    def start(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
+    def start(
+        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], *, evenly: bool = False
+    ) -> Pending:
         """Begin to send `sent[i]` rows to each member i; what comes back waits for those that arrive, in their order.
 
         Args:
             rows: [sum(sent), B] u8, not changed until all have arrived.
             sent: rows to each member.
             received: rows from each member.
+            evenly: every member sends every other as many rows, and all say so; some links are faster then.
 
         Returns:
             A function that returns [sum(received), B] u8.
@@ -90,7 +94,9 @@ class LoneLink:
 
     size, index, held_bytes = 1, 0, 0
 
-    def start(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
+    def start(
+        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], *, evenly: bool = False
+    ) -> Pending:
         """Hand back what was sent."""
         return lambda: rows
 
@@ -102,40 +108,64 @@ class LoneLink:
 class DistributedLink:
     """`Link` over torch.distributed. Rows are bytes, so that every number format works with every back end.
 
+    A collective of NCCL runs on a stream of its communicator: it begins when the stream that computes has got to where
+    it was called, and that one waits for it, not the host, where rows are asked for. Both ends are events, which a CUDA
+    graph keeps as the fork and the join of two branches.
+
     Args:
         process_group: of the members, in their order; None is the default group.
+        room: registered memory, for collectives of the same shapes on all members; None: there is none.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        self._group = process_group
+    def __init__(self, process_group: dist.ProcessGroup | None, room: RegisteredRoom | None = None) -> None:
+        self._group, self._room = process_group, room
         self.size, self.index = dist.get_world_size(process_group), dist.get_rank(process_group)
         self.held_bytes = 0
+        self._under_way = {"start": 0, "gather": 0}  # in registered memory
 
-    def start(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
+    def start(
+        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], *, evenly: bool = False
+    ) -> Pending:
         """Begin an all-to-all; see `Link.start`."""
-        arrived = rows.new_empty(sum(received), rows.shape[1])
+        rows, arrived = self._ends("start", rows, sum(received), is_fixed=evenly)
         with blaming_peers():
             work = dist.all_to_all_single(arrived, rows, list(received), list(sent), group=self._group, async_op=True)
-        self.held_bytes = max(self.held_bytes, rows.nbytes + arrived.nbytes)
-        return _waiting(work, arrived)
+        return self._waiting("start", work, rows, arrived, is_fixed=evenly)
 
     def gather(self, rows: torch.Tensor) -> Pending:
         """Begin an all-gather; see `Link.gather`."""
-        arrived = rows.new_empty(self.size * rows.shape[0], rows.shape[1])
+        rows, arrived = self._ends("gather", rows, self.size * rows.shape[0], is_fixed=True)
         with blaming_peers():
             work = dist.all_gather_into_tensor(arrived, rows, group=self._group, async_op=True)
+        return self._waiting("gather", work, rows, arrived, is_fixed=True)
+
+    def _ends(
+        self, kind: str, rows: torch.Tensor, num_arriving: int, *, is_fixed: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what is sent, and where as many rows will arrive; both in registered memory or neither."""
+        if self._room is None or not is_fixed:
+            return rows, rows.new_empty(num_arriving, rows.shape[1])
+        turn = self._under_way[kind]
+        self._under_way[kind] += 1
+        sent = self._room.take(f"{kind} sent", turn, *rows.shape)
+        sent.copy_(rows)
+        return sent, self._room.take(f"{kind} arrived", turn, num_arriving, rows.shape[1])
+
+    def _waiting(
+        self, kind: str, work: dist.Work | None, rows: torch.Tensor, arrived: torch.Tensor, *, is_fixed: bool
+    ) -> Pending:
         self.held_bytes = max(self.held_bytes, rows.nbytes + arrived.nbytes)
-        return _waiting(work, arrived)
+        is_registered = self._room is not None and is_fixed
 
+        def wait() -> torch.Tensor:
+            assert work is not None
+            with blaming_peers():
+                work.wait()
+            if is_registered:
+                self._under_way[kind] -= 1
+            return arrived
 
-def _waiting(work: dist.Work | None, arrived: torch.Tensor) -> Pending:
-    def wait() -> torch.Tensor:
-        assert work is not None
-        with blaming_peers():
-            work.wait()
-        return arrived
-
-    return wait
+        return wait
 
 
 class SlowLink:
@@ -162,11 +192,13 @@ class SlowLink:
         """See `Link.held_bytes`."""
         return self._link.held_bytes
 
-    def start(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
+    def start(
+        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], *, evenly: bool = False
+    ) -> Pending:
         """Begin an all-to-all whose rows arrive no sooner than the link can bring them."""
         far = max(self._far(sent), self._far(received)) * rows.shape[1]
         due = self._due(far)
-        return self._late(self._link.start(rows, sent, received), due)
+        return self._late(self._link.start(rows, sent, received, evenly=evenly), due)
 
     def gather(self, rows: torch.Tensor) -> Pending:
         """Begin an all-gather whose rows arrive no sooner than the link can bring them."""

@@ -7,13 +7,15 @@ Letters: T tokens of this rank, D width, K top-k, M rows received. Units: as in 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from .contract import Dispatched
 from .links import Link
+from .rehearsed_link import RehearsedLink
 from .stages import Stages, finish
 from .traffic import Traffic, TrafficMeter
 from .wire import Payload, PlainPayload
@@ -62,6 +64,23 @@ class ExchangeOverLinks(ABC):
     def take_traffic(self) -> Traffic:
         """Return what this rank has put on links since the last call."""
         return self._meter.take()
+
+    def repeat(self, traffic: Traffic) -> None:
+        """Book once more what a replayed graph has moved, see `StagedExchange.repeat`."""
+        self._meter.add(traffic)
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Begin no collective while the body runs, see `StagedExchange.rehearsing`."""
+        links = [link for link in self._links if isinstance(link, RehearsedLink)]
+        for link in links:
+            link.rehearses = True
+        try:
+            yield
+        finally:
+            for link in links:
+                link.rehearses = False
+            self._meter.take()  # nothing has travelled
 
     @abstractmethod
     def _dispatch(

@@ -109,7 +109,7 @@ class PaddedExchange(ExchangeOverLinks):
         self._count(each * leaving.shape[1])
         split = [each] * self._link.size
         with self._meter.collective(self._widest, rows.device):
-            pending = self._link.start(leaving, split, split)
+            pending = self._link.start(leaving, split, split, evenly=True)
         yield ANSWERS
         home = self._meter.waiting(pending, self._widest, rows.device)()
         if isinstance(handle.home, SortedPairs):

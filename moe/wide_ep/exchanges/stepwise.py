@@ -5,7 +5,8 @@ Not a choice (topologies/exchange_choice.py makes it, the plan carries it): it d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -75,6 +76,18 @@ class StepwiseExchange:
     def combining(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: Any) -> Stages[torch.Tensor]:
         """See `StagedExchange.combining`."""
         return self._now.combining(rows, topk_weights, handle)
+
+    def repeat(self, traffic: Traffic) -> None:
+        """See `StagedExchange.repeat`."""
+        self._now.repeat(traffic)
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """See `StagedExchange.rehearsing`."""
+        with ExitStack() as stack:
+            for exchange in self._exchanges.values():
+                stack.enter_context(exchange.rehearsing())
+            yield
 
     def take_traffic(self) -> Traffic:
         """Return what all of them have moved since the last call."""

@@ -61,7 +61,9 @@ class ThreadLink:
         self._meeting, self.size, self.index = meeting, size, index
         self.held_bytes = 0
 
-    def start(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
+    def start(
+        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], *, evenly: bool = False
+    ) -> Pending:
         """Take the rows of all members for this one at once; see `Link.start`."""
         parts = [parts[self.index] for parts in self._meeting.swap(self.index, torch.split(rows, list(sent)))]
         assert [len(part) for part in parts] == list(received), (received, self.index)

@@ -54,6 +54,11 @@ class TrafficMeter:
         """Book bytes that this rank sends."""
         self._bytes[scope] += num_bytes
 
+    def add(self, traffic: Traffic) -> None:
+        """Book what somebody else has added up."""
+        self._bytes = [a + b for a, b in zip(self._bytes, traffic.num_bytes, strict=True)]
+        self._seconds = [a + b for a, b in zip(self._seconds, traffic.seconds, strict=True)]
+
     def count_seconds(self, scope: int, seconds: float) -> None:
         """Book time that somebody else has measured."""
         self._seconds[scope] += seconds

@@ -33,7 +33,7 @@ class Mirror:
     def __init__(self, size: int) -> None:
         self.size, self.index, self.held_bytes = size, 0, 7
 
-    def start(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> links.Pending:
+    def start(self, rows: torch.Tensor, sent: list[int], received: list[int], **_: bool) -> links.Pending:
         return lambda: rows
 
     def gather(self, rows: torch.Tensor) -> links.Pending:

@@ -20,7 +20,7 @@ class EmptyLink:
 
     size, index, held_bytes = 3, 1, 0
 
-    def start(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> Pending:
+    def start(self, rows: torch.Tensor, sent: list[int], received: list[int], **_: bool) -> Pending:
         return lambda: torch.empty(sum(received), rows.shape[1], dtype=rows.dtype, device=rows.device)
 
     def gather(self, rows: torch.Tensor) -> Pending:
