@@ -21,7 +21,9 @@ _REASONS = {
     0x80: "power brake", 0x100: "display",
 }  # fmt: skip
 HARMLESS_REASONS = frozenset({"idle", "clocks set by an application", "display"})
-_MOST_LINKS = 18  # NVML_NVLINK_MAX_LINKS
+_MOST_LINKS = 36  # NVML_NVLINK_MAX_LINKS
+# nvmlGpuP2PCapsIndex_t and nvmlGpuP2PStatus_t; the package has a tuple where READ should be 0.
+_P2P_READ, _P2P_NVLINK, _P2P_OK = 0, 2, 0
 _REMOTES = {0: "GPU", 1: "NPU", 2: "switch"}  # nvmlNvLinkDeviceType_t
 _COMPLETED = 3  # nvmlGpuFabricState_t
 
@@ -192,10 +194,9 @@ def _pair(nvml: Any, reader: Any, other: Any) -> str:
     if reader is other:
         return "self"
     try:
-        ok = nvml.NVML_P2P_STATUS_OK
-        if nvml.nvmlDeviceGetP2PStatus(reader, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == ok:
+        if nvml.nvmlDeviceGetP2PStatus(reader, other, _P2P_NVLINK) == _P2P_OK:
             return "nvlink"
-        return "yes" if nvml.nvmlDeviceGetP2PStatus(reader, other, nvml.NVML_P2P_CAPS_INDEX_READ) == ok else "no"
+        return "yes" if nvml.nvmlDeviceGetP2PStatus(reader, other, _P2P_READ) == _P2P_OK else "no"
     except nvml.NVMLError:
         return "?"
 

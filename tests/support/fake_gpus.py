@@ -30,7 +30,7 @@ class FakeGpus(ModuleType):
     """The module."""
 
     NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
-    NVML_P2P_CAPS_INDEX_READ, NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 0, 2, 0
+    NVML_P2P_CAPS_INDEX_READ = (0,)  # as in the package, which has a comma too many
 
     class NVMLError(Exception):
         """As of NVML."""
@@ -101,6 +101,7 @@ class FakeGpus(ModuleType):
 
     def nvmlDeviceGetP2PStatus(self, reader: FakeGpu, other: FakeGpu, index: int) -> int:
         self._ask(reader, "p2p")
-        if index == self.NVML_P2P_CAPS_INDEX_NVLINK:
+        assert type(index) is int, "ctypes takes no tuple"
+        if index == 2:  # NVML_P2P_CAPS_INDEX_NVLINK
             return 0 if reader.domain == other.domain else 4
         return 0 if other.memory[0] else 1
