@@ -34,6 +34,7 @@ class AttentionShape:
         latent: V lies in K.
         itemsize: bytes of an element of q, and of tiles of K and V once they are numbers.
         one_byte: elements of K and V are stored in one.
+        e4m3: and that one is e4m3, which GPUs before Ada decode by moving bits.
     """
 
     group: int
@@ -42,6 +43,7 @@ class AttentionShape:
     latent: bool = False
     itemsize: int = 2
     one_byte: bool = False
+    e4m3: bool = False
 
     @property
     def main(self) -> int:
@@ -94,8 +96,13 @@ def pick_prefill(shape: AttentionShape, target: GpuTarget) -> AttendConfig:
     if shape.itemsize > 2:
         block_m, narrow = min(block_m, 64), True
     block_n = 32 if narrow and shape.row_bytes > 256 else 64
+    if shape.e4m3 and not target.has_fp8:  # moving bits takes registers, which larger tiles do not leave
+        block_m, block_n = min(block_m, 64), 32
     heads = min(16, shape.group & -shape.group)  # the largest power of two that divides them
-    return AttendConfig(block_m, block_n, heads, 0, 8, _stages(shape, block_m, block_n, target))
+    stages = _stages(shape, block_m, block_n, target)
+    if shape.one_byte and shape.value_block > 256:  # sums of a latent fill registers: places of a third tile do not fit
+        stages = min(stages, 3)
+    return AttendConfig(block_m, block_n, heads, 0, 8, stages)
 
 
 def _stages(shape: AttentionShape, block_m: int, block_n: int, target: GpuTarget) -> int:
@@ -168,7 +175,7 @@ class _Call:
         latent = group.kind == "latent"
         self.shape = AttentionShape(
             group=num_heads // group.num_kv_heads, head_dim=head_dim, value_dim=group.value_dim, latent=latent,
-            itemsize=q.element_size(), one_byte=self._k.format != "plain",
+            itemsize=q.element_size(), one_byte=self._k.format != "plain", e4m3=self._k.format == "e4m3",
         )  # fmt: skip
         self._sinks = options.sinks
         assert self._sinks is None or self._sinks.dtype == torch.float32, "sinks in fp32"

@@ -39,9 +39,7 @@ def layer_launches(config: ModelConfig, num_tokens: int, target: GpuTarget) -> I
         storage = KVStorage(groups, num_blocks=1, block_size=_BLOCK_SIZE, device="meta")
         for group in groups:
             yield from _row_launches(config, storage, group.layers[0], num_tokens, target)
-            # Compiling these takes most of the time, and tiles of one byte differ only in how they become numbers.
-            if not held.is_scaled:
-                yield from _attention_launches(config, storage, group.layers[0], target)
+            yield from _attention_launches(config, storage, group.layers[0], target)
 
 
 def _row_launches(

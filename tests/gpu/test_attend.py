@@ -148,10 +148,11 @@ def test_tiles_come_with_most_keys_first() -> None:
 def test_every_choice_fits_shared_memory_and_registers(target: GpuTarget) -> None:
     for width in (16, 64, 80, 96, 128, 192, 256, 576):
         for group in (1, 5, 8, 12, 16, 128):
-            for itemsize in (2, 4):
+            for itemsize, held in ((2, "plain"), (4, "plain"), (2, "int8"), (2, "e4m3")):
                 shape = AttentionShape(
-                    group=group, head_dim=width, value_dim=min(width, 512), latent=width == 576, itemsize=itemsize
-                )
+                    group=group, head_dim=width, value_dim=min(width, 512), latent=width == 576, itemsize=itemsize,
+                    one_byte=held != "plain", e4m3=held == "e4m3",
+                )  # fmt: skip
                 for config in (pick_decode(shape, target), pick_prefill(shape, target)):
                     queries = config.block_m * (shape.main + shape.rest) * itemsize
                     buffers = (config.num_stages + 1) // 2
