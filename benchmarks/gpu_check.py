@@ -39,6 +39,7 @@ from benchmarks.gpu_check_plan import (
     Budget,
     Item,
     Record,
+    invariance_costs,
     run_items,
     source_hash,
     table,
@@ -72,12 +73,13 @@ def warmed(part: tuple[str, int, int]) -> int:
     """Compile every n-th distinct kernel of a stage, in a process of its own; returns how many."""
     import torch
 
-    from benchmarks.gpu_check_device import target_here, warm
+    from benchmarks.gpu_check_device import warm
     from benchmarks.gpu_check_inputs import Place
+    from moewe.models.kernels.choice import target_of
     from moewe.native.gpu.compiling import launch_key
 
     stage, own, parts = part
-    target, place = target_here(), Place(device=torch.device("meta"))
+    target, place = target_of(torch.device("cuda")), Place(device=torch.device("meta"))
     if stage == "values":
         launches = (launch for case in cases(small=False) for launch in case.make(place, target).launches)
     else:
@@ -125,11 +127,12 @@ def values_stage(out: Path, seconds: float, seed: int, *, interpret: bool) -> Re
     """Run stage 1."""
     import torch
 
-    from benchmarks.gpu_check_device import card, memory_given_back, target_here
+    from benchmarks.gpu_check_device import card, memory_given_back
     from benchmarks.gpu_check_inputs import Place
+    from moewe.models.kernels.choice import target_of
 
     place = Place(device=torch.device("cpu" if interpret else "cuda"), small=interpret)
-    target = target_here()
+    target = target_of(place.device)
 
     def run(case: Any, number: int) -> dict[str, Any]:
         torch.manual_seed(seed + number)
@@ -148,10 +151,12 @@ def speed_stage(out: Path, seconds: float) -> Record:
     """Run stage 2."""
     import torch
 
-    from benchmarks.gpu_check_device import card, ceilings, memory_given_back, target_here
+    from benchmarks.gpu_check_device import card, ceilings, memory_given_back
     from benchmarks.gpu_check_inputs import Place
+    from moewe.models.kernels.choice import target_of
 
-    place, target, reached = Place(device=torch.device("cuda")), target_here(), ceilings()
+    place, reached = Place(device=torch.device("cuda")), ceilings()
+    target = target_of(place.device)
     print(f"  this GPU copies {reached['copy_bytes_per_second'] / 1e12:.2f} TB/s and multiplies "
           f"{reached['matrix_flops_per_second'] / 1e12:.0f} TFLOP/s in bf16", file=sys.stderr)  # fmt: skip
 
@@ -186,6 +191,8 @@ def printed(stage: str, record: Record) -> None:
     """Print the table of a stage, and what was left out."""
     print(f"\n{stage} ({record.key.get('card')}, {record.seconds:.0f} s, {record.path})")
     for line in table(record.results):
+        print(line)
+    for line in invariance_costs(record.results):
         print(line)
     for name, why in record.left_out.items():
         print(f"left out: {name}: {why}")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from moewe.native.gpu import TARGETS, GpuTarget, Launch, interpreting
+from moewe.native.gpu import Launch, interpreting
 
 _COPIED = 2 << 30
 _SIDE = 8192  # of the product that tells the matrix rate
@@ -36,18 +36,6 @@ def card() -> dict[str, str]:
     if interpreting():
         return {"card": "Triton's interpreter on a CPU", **versions}
     return {"card": torch.cuda.get_device_name(), **versions}
-
-
-def target_here() -> GpuTarget:
-    """Return what choices of tiles must know of this GPU; of the interpreter, an H200."""
-    if interpreting():
-        return TARGETS[90]
-    properties = torch.cuda.get_device_properties(0)
-    capability = properties.major * 10 + properties.minor
-    known = TARGETS[max((one for one in TARGETS if one <= capability), default=80)]
-    return GpuTarget(
-        capability=known.capability, num_sms=properties.multi_processor_count, shared_bytes=known.shared_bytes
-    )
 
 
 def ceilings() -> dict[str, float]:

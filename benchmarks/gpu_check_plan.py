@@ -271,3 +271,18 @@ def verdicts(records: Iterable[Mapping[str, Mapping[str, Any]]]) -> list[str]:
     return [
         f"{name}: {f'{met} of {number} met' if number else 'not measured'}" for name, (met, number) in counts.items()
     ]
+
+
+def invariance_costs(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return what batch invariance costs: a line for each size of which both forms were measured.
+
+    Of kernels the invariant form stands beside the other (`invariant_us`), of steps it is an item of its own, whose
+    name has `batch-invariant` where the other has `graphs`.
+    """
+    lines = []
+    for name, figures in results.items():
+        other = results.get(name.replace("graphs", "batch-invariant"), {}) if "graphs" in name else figures
+        invariant = figures.get("invariant_us", other.get("us") if other is not figures else None)
+        if figures.get("us") and invariant:
+            lines.append(f"batch invariance, {name}: {invariant / figures['us'] - 1:+.0%} time")
+    return lines

@@ -19,6 +19,7 @@ from benchmarks.gpu_check_plan import (
     Record,
     decode_attention_goal,
     experts_goal,
+    invariance_costs,
     run_items,
     share_figures,
     source_hash,
@@ -137,6 +138,20 @@ def test_the_table_is_plain_and_says_met_or_missed() -> None:
     assert lines[3].endswith("ValueError: no")
     assert verdicts([results]) == [
         "decode experts: 0 of 1 met", *(f"{name}: not measured" for name in list(GOALS)[1:])
+    ]  # fmt: skip
+
+
+def test_what_invariance_costs() -> None:
+    results = {
+        "experts": {"us": 10.0, "invariant_us": 12.5},
+        "norm": {"us": 3.0},
+        "decode, graphs, batch 1": {"us": 100.0},
+        "decode, batch-invariant, batch 1": {"us": 90.0},
+        "decode, graphs, batch 8": {"us": 100.0},
+        "prefill, graphs": {"error": "no"},
+    }
+    assert invariance_costs(results) == [
+        "batch invariance, experts: +25% time", "batch invariance, decode, graphs, batch 1: -10% time",
     ]  # fmt: skip
 
 

@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import gpu_check_speed as speed
 from benchmarks import gpu_check_steps as steps
 from benchmarks.gpu_check import cases, speeds
 from benchmarks.gpu_check_device import repeats_for
-from benchmarks.gpu_check_inputs import Place
+from benchmarks.gpu_check_inputs import Place, shrunk
 from benchmarks.gpu_check_plan import GOALS, LeftOut
 from benchmarks.gpu_check_values import interval64, near, same
+from moewe.models.published import published_config
 from moewe.native.gpu import TARGETS
 from moewe.native.gpu.signature import signature_of
+from tests.support.compiled import RULES
 
 META = Place(device=torch.device("meta"))
 CEILINGS = {"copy_bytes_per_second": 1e10, "matrix_flops_per_second": 1e12}
@@ -33,11 +36,33 @@ def test_names_are_of_their_own_and_goals_are_known() -> None:
 @pytest.mark.slow
 def test_everything_that_is_timed_can_be_launched() -> None:
     """Over tensors without memory, as the processes do that compile beforehand."""
-    for one in speeds():
-        launches = one.launches(TARGETS[90])
-        assert launches and all(signature_of(launch).types for launch in launches), one.name
-    for case in cases(small=False):
-        assert case.make(META, TARGETS[90]).launches, case.name
+    timed = {one.name: one.launches(TARGETS[90]) for one in speeds()}
+    tried = {case.name: case.make(META, TARGETS[90]).launches for case in cases(small=False)}
+    for made in (timed, tried):
+        assert all(made.values()) and {launch.name for some in made.values() for launch in some} == set(RULES)
+        assert all(signature_of(launch).types for some in made.values() for launch in some)
+
+
+@pytest.mark.slow
+def test_what_is_timed_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small, in the interpreter: rows, experts and blocks are ones that kernels and torch's own functions take."""
+    monkeypatch.setattr(speed, "published_config", lambda model: shrunk(published_config(model)))
+    monkeypatch.setattr(speed, "_COLD_BYTES", 1 << 16)
+    place = Place(device=torch.device("cpu"), small=True)
+    for model, held in (("qwen3-30b-a3b", "bf16"), ("deepseek-v3", "fp8")):
+        for runs in ([(20, 1), (33, 1)], [(5, 4)]):
+            for launches in speed._attention(model, held, 0, runs, place, TARGETS[90], 2):
+                for launch in launches:
+                    launch.run()
+    for model, held in (("qwen3-30b-a3b", "bf16"), ("gpt-oss-120b", "mxfp4")):
+        (launches,) = speed._expert_launches(model, held, 3, False, place, TARGETS[90], 1)
+        for launch in launches:
+            launch.run()
+    (call,) = speed._grouped_mm("qwen3-30b-a3b", 5, place, 1)
+    assert call().shape == (5 * 4, 128)
+    for rows, context in ((1, 40), (24, 24)):
+        calls = speed._sdpa("qwen3-30b-a3b", 2, rows, context, place, 3)
+        assert [call().shape[2] for call in calls] == [rows] * 3
 
 
 def test_a_graph_holds_as_many_repetitions_as_events_can_tell() -> None:
