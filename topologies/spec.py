@@ -143,6 +143,8 @@ def parse_topology(text: str, *, dialect: str | None = None) -> Topology:
     if dialect not in (None, OWN_DIALECT):
         return _parse_foreign(text, head, fields, dialect)
     match = _SHORT.fullmatch(head)
+    if match is None and (long := re.search(r"[0-9]{8,}", head)) is not None:
+        raise TopologyError(f"topology {head[:60]!r}: {long[0][:40]} is not a number of ranks; use up to 7 digits")
     if match is None:
         raise TopologyError(f"topology {text.strip()!r} is not of the form EPxDPy; {_suggestion(head)}")
     topology = make_topology(

@@ -50,9 +50,11 @@ def parse_yaml_mapping(text: str, *, where: str, example: str = "topology: EP2DP
 def read_yaml_mapping(path: Path, *, example: str = "topology: EP2DP1") -> dict[str, Any]:
     """Return the mapping in the file `path`; errors name the file."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)  # whatever it is: a device has no end, and no size either
+        if len(content) > MAX_FILE_BYTES:
             raise TopologyError(f"file {str(path)!r} is over {MAX_FILE_BYTES:,} bytes; is it the right file?")
-        text = path.read_text(encoding="utf-8")
+        text = content.decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise TopologyError(f"file {str(path)!r} cannot be read: {reason}") from error

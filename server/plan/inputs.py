@@ -33,10 +33,11 @@ from ...topologies.planner.pools import CHUNK, UTILIZATION
 from ...topologies.planner.routing import Popularity, measured, parse_popularity
 from ...topologies.planner.search import Targets
 from ...topologies.planner.serving import Workload, parse_workload
-from ...topologies.spec import Topology
+from ...topologies.spec import Topology, TopologyError
 
 DEFAULT_HARDWARE = "h200"
 MOST_GPUS = 4096
+MOST_RANKS = 1 << 16  # of a plan, which names each of them
 _FILL_SECONDS = 0.5  # of getting memory to measure: a plan answers within seconds
 
 
@@ -116,6 +117,11 @@ def read_asked(tool: Mapping[str, Any]) -> Asked:
     for flag in ("price", "power"):
         if flag in tool:
             _check(f"--{flag}", tool[flag], 1e-6, 1e6)
+    layout = None if searches else load_layout(tool.get("topology", "EP1DP1"), dialect=tool.get("dialect"))
+    if layout is not None and layout.num_ranks > MOST_RANKS:
+        raise TopologyError(
+            f"--topology {tool['topology']!r} has {layout.num_ranks:,} ranks; a plan takes up to {MOST_RANKS:,}"
+        )
     return Asked(
         models=models,
         checked=checked,
@@ -124,7 +130,7 @@ def read_asked(tool: Mapping[str, Any]) -> Asked:
         popularity=read_popularity(tool.get("popularity", "uniform"), config),
         num_gpus=tool.get("gpus", hardware.domain_size) if searches else 0,
         targets=Targets(ttft=_seconds(tool, "max_ttft"), tpot=_seconds(tool, "max_tpot")),
-        layout=None if searches else load_layout(tool.get("topology", "EP1DP1"), dialect=tool.get("dialect")),
+        layout=layout,
         overlap=bool(tool.get("overlap")),
         chunk=chunk,
         utilization=utilization,
@@ -140,9 +146,11 @@ def read_model(name: str) -> tuple[ModelConfig, str, str]:
     Raises:
         ConfigError: it is none of these, or the folder's files do not belong together.
     """
-    if name in published_names():
-        return published_config(name), name, "config from the table of published models"
-    if name != "demo" and not Path(name).expanduser().is_dir():
+    is_folder = Path(name).expanduser().is_dir()
+    known_as = name if is_folder else name.rpartition("/")[2].lower()  # deepseek-ai/DeepSeek-V3 is in the table, too
+    if known_as in published_names():
+        return published_config(known_as), known_as, "config from the table of published models"
+    if name != "demo" and not is_folder:
         known = ", ".join(published_names())
         raise ConfigError(f"model = {name[:80]!r} is no folder and not in the table; the table has {known}")
     folder = resolve_model(name)

@@ -159,6 +159,8 @@ def test_a_folder_with_and_without_weights(capfd: pytest.CaptureFixture[str]) ->
     [
         ([], "no MODEL is given"),
         (["gpt-5"], "the table has deepseek-v3"),
+        (["deepseek-v3", "--topology", "EP256DP4096"], "has 1,048,576 ranks; a plan takes up to 65,536"),
+        (["deepseek-v3", "--topology", "EP123456789DP1"], "123456789 is not a number of ranks"),
         (["mixtral-8x7b", "--hardware", "h300"], "did you mean"),
         (["mixtral-8x7b", "--topology", "EP64DP3"], "use EP8DP1"),
         (["mixtral-8x7b", "--topology", "EP1DP1", "--hardware", "a100"], "use EP2DP1"),
@@ -183,6 +185,17 @@ def test_a_folder_with_and_without_weights(capfd: pytest.CaptureFixture[str]) ->
 def test_mistakes_are_one_line(capfd: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
     code, out, err = run(capfd, *words)
     assert code == 1 and out == "" and len(err.splitlines()) == 1 and says in err, err
+
+
+def test_a_published_model_has_its_name_in_any_case_and_with_its_owner(capfd: pytest.CaptureFixture[str]) -> None:
+    assert record(capfd, "deepseek-ai/DeepSeek-V3", "--topology", "EP32DP1")["model"]["name"] == "deepseek-v3"
+
+
+@pytest.mark.parametrize("flag", ["--hardware", "--topology"])
+def test_a_file_without_an_end_is_refused(capfd: pytest.CaptureFixture[str], tmp_path: Path, flag: str) -> None:
+    (tmp_path / "endless.yaml").symlink_to("/dev/zero")
+    code, out, err = run(capfd, "deepseek-v3", flag, str(tmp_path / "endless.yaml"))
+    assert code == 1 and not out and "is over 1,048,576 bytes" in err
 
 
 def test_a_damaged_folder_is_refused(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
