@@ -8,7 +8,6 @@ Shapes: T rows of this rank, S rows that sample, D width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -27,6 +26,7 @@ from ..telemetry import RankCounters, RankProgress, StepMarks
 from ..telemetry.step_marks import ATTENTION, DENSE, INPUTS, NO_LAYER
 from ..topologies.overlap_choice import NOTHING
 from .config import ModelConfig
+from .decoder_parts import DecoderLayer, ExpertChange
 from .forward_batch import ForwardBatch
 from .kernels.choice import TORCH, KernelChoice
 from .latent import LatentAttentionBlock
@@ -34,27 +34,7 @@ from .layers import AttentionBlock, Norm, RowPositions, query_temperature
 from .native_layers import NativeLayers, can_fuse
 from .pass_counts import PassCounter
 from .rotary import Rotary
-from .weights import DenseFFN, ModelWeights
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Layer:
-    """One decoder layer, ready to run; exactly one of `dense` and `moe` is set."""
-
-    input_norm: Norm
-    attention: AttentionBlock | LatentAttentionBlock
-    post_attention_norm: Norm
-    dense: DenseFFN | None
-    moe: MoELayer | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertChange:
-    """What a slot of this rank is to hold from now on: `tensors` as `slot_tensors` gives them, in other memory."""
-
-    moe_layer: int
-    slot: int
-    tensors: list[torch.Tensor]
+from .weights import ModelWeights
 
 
 class Decoder:
@@ -93,7 +73,7 @@ class Decoder:
         self._rotary = Rotary(config.rotary, weights.embedding.device)
         norm = partial(Norm, config, kernels=kernels.rows)
         self._final_norm = norm(weights.final_norm, weights.final_norm_bias)
-        self._layers: list[_Layer] = []
+        self._layers: list[DecoderLayer] = []
         for i, layer in enumerate(weights.layers):
             moe = None
             if layer.moe is not None:
@@ -116,7 +96,7 @@ class Decoder:
             else:
                 attention = LatentAttentionBlock(config, layer, layer=i, rotary=self._rotary, kernels=kernels.attention)
             self._layers.append(
-                _Layer(
+                DecoderLayer(
                     input_norm=norm(layer.input_norm, layer.input_norm_bias),
                     attention=attention,
                     post_attention_norm=norm(layer.post_attention_norm, layer.post_attention_norm_bias),
@@ -335,15 +315,20 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits of `hidden` [S, D]: [S, V] f32, in `out` where it is given and a kernel computes them."""
-        config, weights = self._config, self._weights
         self._pass_counter.count_logits(hidden.shape[0])
+        logits = self.head(hidden, out)
+        if self._progress is not None:
+            self._progress.tick()  # many rows of prompts are judged piece by piece, which can take longer than a layer
+        return logits
+
+    def head(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Do what `logits` does, without counting."""
+        config, weights = self._config, self._weights
         logits = head_logits(hidden, weights.head, weights.head_bias, self._kernels.rows, out=out)
         if config.logits_multiplier != 1.0:
             logits = logits * config.logits_multiplier
         if config.logits_cap:
             logits = (logits / config.logits_cap).tanh_().mul_(config.logits_cap)
-        if self._progress is not None:
-            self._progress.tick()  # many rows of prompts are judged piece by piece, which can take longer than a layer
         return logits
 
     def _positions(self, batch: ForwardBatch) -> RowPositions:
@@ -356,7 +341,7 @@ class Decoder:
             temperature=None if temperature is None else query_temperature(temperature, batch.positions),
         )
 
-    def _dense(self, layer: _Layer, hidden: torch.Tensor, marks: StepMarks | None) -> torch.Tensor:
+    def _dense(self, layer: DecoderLayer, hidden: torch.Tensor, marks: StepMarks | None) -> torch.Tensor:
         """Return what an FFN without experts adds."""
         assert layer.dense is not None
         added = gated_ffn(hidden, layer.dense, kernels=self._kernels.rows)
@@ -372,14 +357,27 @@ class Decoder:
         """Return the residual stream and what a block adds to it, None if that has been done."""
         return (norm.add_normed(x, added), None) if self._config.norm_after else (x, added)
 
-    def count(self, batch: ForwardBatch, storage: KVStorage, x: torch.Tensor) -> None:
+    @property
+    def why_not_captured(self) -> str | None:
+        """Why `compute` of rows in `fixed` memory is more than work of the device; None where it is not."""
+        if self._kernels.attention is None:
+            return next(iter(self._kernels.reasons), "layers run without kernels of a GPU")
+        if self._ranks is not None:
+            return "ranks divide the heads"
+        if self._is_observed:
+            return "somebody looks at what routers choose"
+        return next((reason for layer in self.moe_layers if (reason := layer.why_not_captured) is not None), None)
+
+    def count(self, batch: ForwardBatch, storage: KVStorage, x: torch.Tensor, *, num_logits: int = 0) -> None:
         """Count what a pass read, wrote, multiplied and sent; logits count when they are made.
 
         Args:
             batch: of the pass.
             storage: of KV.
             x: [t, D] what `compute` returned.
+            num_logits: rows of logits that were made without a word to `logits`.
         """
+        self._pass_counter.count_logits(num_logits)
         native = self._native
         self._pass_counter.count(
             x[: batch.num_rows],

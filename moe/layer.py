@@ -193,6 +193,13 @@ class MoELayer:
         return self._gpu is not None
 
     @property
+    def why_not_captured(self) -> str | None:
+        """Why a call needs a look from the host; None where it is work of the device alone."""
+        if self._gpu is None:
+            return f"experts of MoE layer {self._moe_layer} are in a format that kernels do not read"
+        return None if self._all_owned else f"experts of MoE layer {self._moe_layer} have no owner"
+
+    @property
     def native(self) -> NativeMoE | None:
         """What a call for a whole layer needs of this one; None where it has to be run by itself."""
         shared_is_packed = self._shared is None or isinstance(self._shared.w13, PackedTensor)

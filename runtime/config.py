@@ -125,6 +125,24 @@ class ScheduleOptions(msgspec.Struct, frozen=True, kw_only=True):
     stall_timeout_s: float = 5.0
 
 
+class GraphOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Which decode steps a GPU replays as CUDA graphs; a CPU knows none.
+
+    Attributes:
+        enforce_eager: none; resolving sets it, too, where none can be captured.
+        cuda_graph_sizes: rows of a step to capture; one number: sizes up to it; empty leaves the choice open.
+        cuda_graph_max_bs: no graph has more rows; None: up to `max_num_seqs`.
+        graph_rows, graph_bytes: rows of all graphs, and what these will take of a rank, as estimated; resolving fills
+            them in, nobody sets them.
+    """
+
+    enforce_eager: bool = False
+    cuda_graph_sizes: tuple[int, ...] = ()
+    cuda_graph_max_bs: int | None = None
+    graph_rows: tuple[int, ...] = ()
+    graph_bytes: int = 0
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a replica is started with."""
 
@@ -132,3 +150,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     parallel: ParallelOptions = ParallelOptions()
     cache: CacheOptions = CacheOptions()
     schedule: ScheduleOptions = ScheduleOptions()
+    graphs: GraphOptions = GraphOptions()

@@ -33,6 +33,7 @@ from .messages import (
     SHUTTING_DOWN,
     Abort,
     AllocateKV,
+    Capturing,
     Delta,
     Failed,
     KVAllocated,
@@ -170,7 +171,7 @@ class EngineLoop:
                 return None
             for message in group.workers.receive(0.0):
                 match message:
-                    case Loading():
+                    case Loading() | Capturing():
                         self._client.post(message)
                     case Loaded():
                         loaded[message.rank] = message

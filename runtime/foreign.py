@@ -22,6 +22,8 @@ _EXCHANGE = ("all2all-backend", "moe-a2a-backend")
 _OVERLAP = ("enable-dbo", "dbo-decode-token-threshold", "dbo-prefill-token-threshold", "enable-two-batch-overlap",
             "enable-single-batch-overlap", "tbo-token-distribution-threshold")  # fmt: skip
 
+_PREFILL_GRAPHS = ("cuda-graph-backend-prefill", "enable-piecewise-cuda-graph", "disable-cuda-graph-padding")
+
 _LACKING = {
     "quantized weights": ("q", "quantization", "quantization-config", "quantization-param-path", "torchao-config"),
     "a prefix cache": ("enable-prefix-caching", "prefix-caching-hash-algo", "enable-hierarchical-cache"),
@@ -37,8 +39,7 @@ _LACKING = {
     "structured output": ("guided-decoding-backend", "grammar-backend", "structured-outputs-config"),
     "offloading of weights or KV": ("cpu-offload-gb", "swap-space", "kv-offloading-size"),
     "code from checkpoints": ("trust-remote-code",),
-    "CUDA graphs and compilation": ("enforce-eager", "compilation-config", "enable-torch-compile",
-                                    "disable-cuda-graph", "cuda-graph-max-bs"),
+    "compilation by torch": ("compilation-config", "enable-torch-compile", "torch-compile-max-bs"),
     "several hosts": ("nnodes", "node-rank", "dist-init-addr", "data-parallel-address"),
 }  # fmt: skip
 _LACKED_BY_NAME = {name: what for what, names in _LACKING.items() for name in names}
@@ -71,6 +72,11 @@ def foreign(name: str) -> str | None:
         )
     if key in _REDUNDANT:
         return f"{name} is not an option of moewe; the topology says it: EP8DP1[red=16] has 16 redundant slots"
+    if key in _PREFILL_GRAPHS:
+        return (
+            f"{name} is not an option of moewe: decode steps run as CUDA graphs, prefill does not; "
+            "--cuda-graph-sizes, --cuda-graph-max-bs and --enforce-eager say which"
+        )
     if key in _LACKED_BY_NAME:
         return f"{name} asks for {_LACKED_BY_NAME[key]}, and this version has none of it; leave it out"
     return None

@@ -30,8 +30,14 @@ def exchange_rule(config: EngineConfig, topology: Topology, *, has_native: bool)
         has_native=has_native,
         asked=parallel.exchange,
         payload=parallel.exchange_payload,
+        captures=captures_steps(config, topology),
     )
     return ExchangeRule(grid=RankGrid(topology, topology.num_ranks), facts=facts)
+
+
+def captures_steps(config: EngineConfig, topology: Topology) -> bool:
+    """Tell whether decode steps of `topology` are to become CUDA graphs, as far as that is not up to the exchange."""
+    return config.parallel.device == "cuda" and not config.graphs.enforce_eager and topology.atp == 1
 
 
 def prepare_kernels(config: EngineConfig) -> None:

@@ -44,6 +44,7 @@ def step_limits(config: EngineConfig, *, otherwise: int = UNBOUNDED) -> StepLimi
         max_num_seqs=config.schedule.max_num_seqs,
         block_size=config.cache.block_size,
         moves_experts=config.parallel.eplb.strip() == "auto",
+        graph_bytes=config.graphs.graph_bytes,
     )
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ..topologies.kv_sizes import shared_groups
 from ..topologies.overlap_choice import moe_load
 from .engine_main import run_engine
-from .messages import FromEngine, Loading, ToEngine
+from .messages import Capturing, FromEngine, Loading, ToEngine
 from .processes.group import GroupParts
 from .processes.launch import EngineStart, Member, spawn_process, spawn_thread
 from .replica import Replica
@@ -19,7 +19,7 @@ from .resolve import Resolved
 
 ENGINE_MODULE = "moewe.runtime.engine_main"
 
-OnLoading = Callable[[int, Loading], None]
+OnLoading = Callable[[int, Loading | Capturing], None]
 
 
 class Launcher:

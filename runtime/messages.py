@@ -122,6 +122,14 @@ class Loading(Message, frozen=True, kw_only=True):
     total_bytes: int
 
 
+class Capturing(Message, frozen=True, kw_only=True):
+    """Progress of capturing CUDA graphs on one rank, in shapes."""
+
+    rank: int
+    done: int
+    total: int
+
+
 class Ready(Message, frozen=True, kw_only=True):
     """Loaded and warm. `capacity` is exact: blocks a rank, tokens a block.
 
@@ -347,6 +355,8 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
 
 
 ToEngine = Submit | Abort | Shutdown | StartTrace | StopTrace
-FromEngine = Outputs | Loading | Ready | Stats | TraceProgress | Traced | Failed | Stopped
+FromEngine = Outputs | Loading | Capturing | Ready | Stats | TraceProgress | Traced | Failed | Stopped
 ToWorker = AllocateKV | ProbeLinks | RunStep | PrepareMoves | DropMoves | StopWorker
-FromWorker = Loaded | KVAllocated | LinksProbed | StepDone | RankCounted | MovesPrepared | WorkerFailed | Loading
+FromWorker = (
+    Loaded | KVAllocated | LinksProbed | StepDone | RankCounted | MovesPrepared | WorkerFailed | Loading | Capturing
+)

@@ -14,7 +14,7 @@ import msgspec
 
 from ..topologies import AUTO, load_layout
 from .auto_topology import domains_of
-from .config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
+from .config import CacheOptions, EngineConfig, GraphOptions, ModelOptions, ParallelOptions, ScheduleOptions
 from .foreign import foreign
 from .ranges import check_ranges
 
@@ -23,9 +23,10 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "parallel": ParallelOptions,
     "cache": CacheOptions,
     "schedule": ScheduleOptions,
+    "graphs": GraphOptions,
 }
 # What resolving fills in; nobody sets it.
-_DERIVED = ("eplb_load", "eplb_slots")
+_DERIVED = ("eplb_load", "eplb_slots", "graph_rows", "graph_bytes")
 # Names are unique over all sections.
 _FIELDS: dict[str, str] = {
     field.name: section
@@ -86,14 +87,15 @@ def layout_config(options: Mapping[str, Any], *, dialect: str | None = None) -> 
 
 
 def _convert(struct: type[msgspec.Struct], values: dict[str, Any]) -> Any:
+    made = dict(values)
     for field in msgspec.structs.fields(struct):
         if field.name in values:
             try:
-                msgspec.convert(values[field.name], field.type)
+                made[field.name] = msgspec.convert(values[field.name], field.type)
             except msgspec.ValidationError as error:
                 kind = str(error).replace("`", "").replace("null", "None")
                 raise ValueError(f"{field.name}={values[field.name]!r} is not allowed: {kind}") from None
-    return struct(**values)
+    return struct(**made)
 
 
 def nearest(name: str, known: Iterable[str], *, otherwise: str = "") -> str:

@@ -46,7 +46,7 @@ def moves_experts(config: EngineConfig) -> bool:
 
 
 def _words(config: EngineConfig) -> list[tuple[str, Any, bool, str]]:
-    model, parallel, policy = config.model, config.parallel, config.schedule.policy
+    model, parallel, policy, graphs = config.model, config.parallel, config.schedule.policy, config.graphs
     return [
         ("load_format", model.load_format, model.load_format in LOAD_FORMATS, f"use {', '.join(LOAD_FORMATS)}"),
         ("dtype", model.dtype, model.dtype.strip().lower().removeprefix("torch.") in ("auto", *DTYPES),
@@ -75,6 +75,12 @@ def _words(config: EngineConfig) -> list[tuple[str, Any, bool, str]]:
         ("overlap", parallel.overlap, parallel.overlap in OVERLAPS, f"use {', '.join(OVERLAPS)}"),
         ("eplb", parallel.eplb, parallel.eplb.strip() in ("off", "auto") or bool(eplb_file(parallel.eplb)),
          "use off, auto, or static FILE with the load of each expert, which moewe record --load FILE writes"),
+        ("cuda_graph_sizes", list(graphs.cuda_graph_sizes), not graphs.cuda_graph_sizes or parallel.device == "cuda",
+         "a CPU has no CUDA graphs; leave it out, or use --device cuda"),
+        ("cuda_graph_sizes", list(graphs.cuda_graph_sizes), not (graphs.cuda_graph_sizes and graphs.enforce_eager),
+         "enforce_eager captures none; leave one of the two out"),
+        ("cuda_graph_max_bs", graphs.cuda_graph_max_bs, graphs.cuda_graph_max_bs is None or parallel.device == "cuda",
+         "a CPU has no CUDA graphs; leave it out, or use --device cuda"),
         ("policy", policy, policy in POLICIES, f"use {' or '.join(POLICIES)}"),
         ("tokenizer", model.tokenizer, not (model.tokenizer and model.skip_tokenizer_init),
          "skip_tokenizer_init loads none; leave one of the two out"),
@@ -88,6 +94,7 @@ def _words(config: EngineConfig) -> list[tuple[str, Any, bool, str]]:
 
 def _numbers(config: EngineConfig) -> list[tuple[str, Any, bool, str]]:
     model, cache, parallel, schedule = config.model, config.cache, config.parallel, config.schedule
+    sizes, most_rows = config.graphs.cuda_graph_sizes, config.graphs.cuda_graph_max_bs
     share, stall = cache.gpu_memory_utilization, schedule.stall_timeout_s
     kv, seqs, rows = cache.kv_cache_memory_bytes, schedule.max_num_seqs, schedule.max_num_batched_tokens
     return [
@@ -106,4 +113,7 @@ def _numbers(config: EngineConfig) -> list[tuple[str, Any, bool, str]]:
         ("max_queued_requests", schedule.max_queued_requests, 1 <= schedule.max_queued_requests <= MOST,
          "use at least 1, 4096 by default"),
         ("stall_timeout_s", stall, math.isfinite(stall) and stall >= 1, "use at least 1 second"),
+        ("cuda_graph_sizes", list(sizes), all(1 <= size <= MOST for size in sizes),
+         "use numbers of rows from 1 on, such as 1,2,4,8"),
+        ("cuda_graph_max_bs", most_rows, most_rows is None or 1 <= most_rows <= MOST, "use at least 1 row"),
     ]  # fmt: skip

@@ -26,8 +26,8 @@ from .worker_main import build_worker
 if TYPE_CHECKING:
     from ..moe.wide_ep.exchanges.threads import ThreadHub
     from ..telemetry import RankProgress
+    from .graphs.starting import OnProgress
     from .processes.launch import WorkerStart
-    from .worker_main import OnLoading as OnProgress
     from .worker_main import RankWorker
 
 log = logging.getLogger(__name__)

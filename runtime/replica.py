@@ -15,6 +15,7 @@ from .balance import token_work
 from .messages import (
     ENGINE_BUSY,
     Abort,
+    Capturing,
     Delta,
     Failed,
     Loading,
@@ -84,7 +85,13 @@ class Replica:
     """
 
     def __init__(
-        self, index: int, name: str, member: Member, *, watched: bool, on_loading: Callable[[int, Loading], None] | None
+        self,
+        index: int,
+        name: str,
+        member: Member,
+        *,
+        watched: bool,
+        on_loading: Callable[[int, Loading | Capturing], None] | None,
     ) -> None:
         self.index = index
         self.member = member
@@ -207,7 +214,7 @@ class Replica:
             case TraceProgress() | Traced():
                 if self.on_trace is not None:
                     self.on_trace(message)
-            case Loading():
+            case Loading() | Capturing():
                 if self._on_loading is not None:
                     self._on_loading(self.index, message)
             case Ready():

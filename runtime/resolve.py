@@ -43,6 +43,7 @@ from ..topologies.overlap_choice import check_overlap
 from .auto_topology import auto_topology
 from .config import CacheOptions, EngineConfig
 from .gpus import gpu_memory_bytes
+from .graphs.choosing import with_graphs
 from .kernels import exchange_rule
 from .kv_layout import UNBOUNDED, scheduler_limits, step_limits
 from .placements import with_load
@@ -165,6 +166,8 @@ def resolve(config: EngineConfig, *, others: OtherMemory = NOBODY) -> Resolved:
         )
         _check_runnable(config, topology, model, gpus)
     config = with_load(config, model, topology)
+    if gpus is not None:
+        config = with_graphs(config, topology, exchange_rule(config, topology, has_native=False), model, footprint)
     threads, cpus = _compute(config, topology)
     config = msgspec.structs.replace(
         config, parallel=msgspec.structs.replace(config.parallel, topology=topology.long(), threads=threads)

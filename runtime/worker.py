@@ -35,6 +35,9 @@ from ..telemetry.step_marks import HEAD, SAMPLING, WAIT
 from ..topologies.link_probes import LinkProbe, RankFound
 from .config import EngineConfig
 from .counter_reports import CounterReports
+from .graphs.capture import StepTensors
+from .graphs.forward import StepForward
+from .graphs.starting import OnProgress, start_warm
 from .kv_layout import kv_layout, step_limits
 from .messages import KVAllocated, Loaded
 from .plan import (
@@ -49,16 +52,17 @@ from .plan import (
 from .ranges import moves_experts
 from .rank_stats import Gpu
 from .ranks.batch import StepRows, WorkerBatch
-from .ranks.choice import Choice, agree
+from .ranks.choice import Choice, agree, healthy_slots
 from .ranks.finish import Committed
 from .ranks.held_memory import HeldMemory
+from .ranks.host_memory import Fetcher
 from .ranks.loading import attends_natively, kernels_of, load_options
 from .ranks.logit_edits import LogitEdits, edited
 from .ranks.memory import blocks_that_fit, gpu_counters, matrix_rates, read_bandwidth, resident_on
 from .ranks.metered import metered
 from .ranks.reports import chosen_logprobs, prompt_logprobs
 from .ranks.routing_log import RoutingLog
-from .ranks.row_scan import RowScanner
+from .ranks.row_scan import StepScanner
 from .ranks.sampler import sample
 from .ranks.step_inputs import InputBuilder, StepInputs
 from .ranks.step_way import begin_step
@@ -88,7 +92,7 @@ class Worker:
         exchange: joins the ranks.
         placement: of experts on ranks.
         progress: signs of life.
-        on_loading: told (bytes done, bytes in all) while weights load.
+        on_loading: told (bytes done, bytes in all) while weights load, then of graphs that are captured.
         ranks: that divide the heads of attention with this one; None where it has them all.
 
     Attributes:
@@ -107,7 +111,7 @@ class Worker:
         exchange: Exchange,
         placement: ExpertPlacement,
         progress: RankProgress,
-        on_loading: Callable[[int, int], None],
+        on_loading: OnProgress,
         ranks: TensorParallelGroup | None = None,
     ) -> None:
         self.config, self.rank, self.num_ranks = config, rank, num_ranks
@@ -135,7 +139,7 @@ class Worker:
         self._decoder: Decoder | None = None
         self._storage: KVStorage | None = None
         self._batch: WorkerBatch | None = None
-        self._scan_logits, self._scan_hidden = RowScanner(), RowScanner()
+        self._scan, self._fetch = StepScanner(self.device), Fetcher(self.device)
         self._next_step = FIRST_STEP
 
     @property
@@ -220,7 +224,11 @@ class Worker:
             self._weight_bytes, self._storage, self._batch, self._exchange, self._ranks,
             resident=partial(resident_on, self.device),
         )  # fmt: skip
-        self._warm_up()
+        self._forward = StepForward(self.decoder, self._storage, self._inputs)
+        self._reports.held.graph_bytes = start_warm(
+            config, self._forward, self._exchange, self._warm_up, max_model_len=layout.max_model_len,
+            on_progress=self._on_loading, tells=self.rank == 0,
+        )  # fmt: skip
         measured = read_bandwidth(self.device, self.num_ranks, self._weight_bytes)
         rates = matrix_rates(self.device, self.num_ranks)
         gpu = self._reports.gpu = gpu_counters(self.device)  # from here on: no loading and no measuring is in it
@@ -257,7 +265,7 @@ class Worker:
             RuntimeError: the engine and this rank disagree about what the step is.
         """
         self._clock.begin(traced=header.traced)
-        self._check_header(header)
+        self._check_header(header, self._forward.begin(header))
         if self.moves is not None:
             self.moves.switch(header.placement)
         self.batch.apply(plan, snapshot=header.snapshot)
@@ -270,17 +278,15 @@ class Worker:
         num_rows = self._share.num_own(rows.num_rows)
         self._counters.begin_step(header.kind, num_rows)
         inputs = self._inputs.of(rows)
-        forward = inputs.forward
         self._clock.inputs_ready()
-        made, overlap = self._clock.marks, header.overlap
-        hidden = self.decoder.forward(forward, self.storage, before_layers, overlap=overlap, marks=made)
-        hidden = hidden[: rows.num_rows]
+        made = self._clock.marks
+        hidden, replayed = self._forward(header, inputs, before_layers, made)
         self._clock.computed()
         if self.observer is not None:
-            self.observer(forward, hidden, self.batch.sequence_ids[rows.row_slots])
+            self.observer(inputs.forward, hidden, self.batch.sequence_ids[rows.row_slots])
         if self.routing_log is not None:
             self.routing_log.end_step(inputs.rows.decode_slots.size, keep=header.step >= 0)
-        choice = self._choose(plan, inputs, hidden) if self._share.is_first else None
+        choice = self._choose(plan, inputs, hidden, replayed) if self._share.is_first else None
         if self._ranks is not None:
             choice = agree(self._ranks, rows, choice, num_slots=self.batch.num_slots, device=self.device)
             self._clock.mark(WAIT)
@@ -313,21 +319,25 @@ class Worker:
             marks=marks,
         )
 
-    def _choose(self, plan: RankPlan, inputs: StepInputs, hidden: torch.Tensor) -> Choice:
+    def _choose(self, plan: RankPlan, inputs: StepInputs, hidden: torch.Tensor, replayed: StepTensors | None) -> Choice:
         """Judge the rows of a step by their final `hidden` [T, D] and choose the next token of those that sample."""
         rows = inputs.rows
-        sampled = hidden if inputs.samples_all else hidden[inputs.forward.sample_rows]
-        logits = self.decoder.step_logits(sampled)
-        self._clock.computed()
-        self._clock.mark(HEAD)
-        chosen, finite = self._scan_logits(logits)
-        healthy = self._judge(rows, hidden, finite)
+        if replayed is None:
+            logits = self.decoder.step_logits(hidden if inputs.samples_all else hidden[inputs.forward.sample_rows])
+            self._clock.computed()
+            self._clock.mark(HEAD)
+            chosen, finite, well = self._scan(logits, hidden)
+        else:
+            logits = replayed.logits
+            chosen, finite, well = self._scan.fetch(replayed.best, replayed.finite, replayed.well)
+            self._clock.computed()
+        healthy = healthy_slots(rows, self.batch.num_slots, finite, well)
         logprobs: tuple[TokenLogprobs, ...] = ()
         on_prompts: tuple[PromptLogprobs, ...] = ()
         if not inputs.takes_best or plan.masks:
             scores, best = self._scores(plan, rows, logits), torch.from_numpy(chosen).to(self.device)
             tokens = sample(scores, self._inputs.settings(rows), best if scores is logits else None)
-            chosen = tokens.cpu().numpy()
+            (chosen,) = self._fetch(tokens)
         if rows.segments:
             on_prompts = prompt_logprobs(self.batch, rows, hidden, self.decoder.logits, healthy)
         if not inputs.takes_best:
@@ -345,20 +355,11 @@ class Worker:
         """Return the counters when some of them have not gone out with a result; else nothing."""
         return self._reports.late()
 
-    def _check_header(self, header: StepHeader) -> None:
-        begin_step(self._exchange, header, self.rank)
+    def _check_header(self, header: StepHeader, num_rows: int | None) -> None:
+        begin_step(self._exchange, header, self.rank, num_rows)
         if header.step != self._next_step and not header.snapshot:
             raise RuntimeError(f"step {header.step} came to rank {self.rank}, but step {self._next_step} is next")
         self._next_step = header.step + 1
-
-    def _judge(self, rows: StepRows, hidden: torch.Tensor, well: np.ndarray) -> np.ndarray:
-        """Return which slots saw only finite numbers, [S] bool; `well` [K] tells it of logits."""
-        healthy = np.ones(self.batch.num_slots, np.bool_)
-        _, well_inside = self._scan_hidden(hidden)
-        if not (well.all() and well_inside.all()):
-            healthy[rows.row_slots[~well_inside]] = False
-            healthy[rows.sample_slots[~well]] = False
-        return healthy
 
     def _scores(self, plan: RankPlan, rows: StepRows, logits: torch.Tensor) -> torch.Tensor:
         """Return what tokens are chosen from: `logits` as the sequences and the plan's masks change them."""

@@ -21,6 +21,7 @@ from ..topologies.meeting import PeersLostError
 from .config import EngineConfig
 from .messages import (
     AllocateKV,
+    Capturing,
     DropMoves,
     KVAllocated,
     LinksProbed,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from ..moe.wide_ep.exchanges.joining import LinkOf
     from ..moe.wide_ep.exchanges.threads import ThreadHub
     from ..moe.wide_ep.placement import ExpertPlacement
+    from .graphs.starting import OnProgress
     from .rebalancing.rank_moves import RankMoves
 
 log = logging.getLogger("moewe.runtime.worker_main")  # __name__ is __main__ in a process of its own
@@ -58,8 +60,6 @@ LOADING_EVERY_S = 0.1
 GROUP_TIMEOUT_S = 3600.0
 # A report that starts so is about somebody else: this rank only noticed that a collective broke.
 PEERS_LOST = "lost the other ranks: "
-
-OnLoading = Callable[[int, int], None]
 
 
 class RankWorker(Protocol):
@@ -95,7 +95,7 @@ class WorkerFactory(Protocol):
     """Makes the worker of one rank; `hub` joins ranks that are threads, None means a process or a single rank."""
 
     def __call__(
-        self, start: WorkerStart, progress: RankProgress, on_loading: OnLoading, hub: ThreadHub | None
+        self, start: WorkerStart, progress: RankProgress, on_loading: OnProgress, hub: ThreadHub | None
     ) -> RankWorker:
         """Return a worker that has not loaded yet."""
         ...
@@ -238,16 +238,20 @@ def _send_alive(channel: Channel[ToWorker], message: Message, progress: RankProg
         progress.heartbeat()
 
 
-def _reporter(channel: Channel[ToWorker], rank: int, progress: RankProgress) -> OnLoading:
+def _reporter(channel: Channel[ToWorker], rank: int, progress: RankProgress) -> OnProgress:
     last = 0.0
 
-    def report(done_bytes: int, total_bytes: int) -> None:
+    def report(done: int, total: int, /, *, of_graphs: bool = False) -> None:
         nonlocal last
         progress.tick()
         now = time.monotonic()
-        if now - last >= LOADING_EVERY_S or done_bytes >= total_bytes:
+        if now - last >= LOADING_EVERY_S or done >= total:
             last = now
-            channel.send(Loading(rank=rank, done_bytes=done_bytes, total_bytes=total_bytes))
+            channel.send(
+                Capturing(rank=rank, done=done, total=total)
+                if of_graphs
+                else Loading(rank=rank, done_bytes=done, total_bytes=total)
+            )
 
     return report
 
@@ -268,7 +272,7 @@ def _report(channel: Channel[ToWorker], rank: int, error: Exception, *, user_err
 
 
 def build_worker(
-    start: WorkerStart, progress: RankProgress, on_loading: OnLoading, hub: ThreadHub | None
+    start: WorkerStart, progress: RankProgress, on_loading: OnProgress, hub: ThreadHub | None
 ) -> RankWorker:
     """Return the real worker: its share of the experts, and the exchange that its group uses."""
     import torch

@@ -12,8 +12,8 @@ from pathlib import Path
 
 PROC = Path("/proc")
 # What a rank holds: weights; KV with tokens in it, KV granted to requests and not filled yet, KV that nobody has; rows
-# under way between ranks; whatever else its process holds.
-MEMORY_PARTS = ("weights", "kv_used", "kv_reserved", "kv_free", "exchange", "other")
+# under way between ranks; decode steps captured as CUDA graphs; whatever else its process holds.
+MEMORY_PARTS = ("weights", "kv_used", "kv_reserved", "kv_free", "exchange", "graphs", "other")
 
 
 @dataclass(frozen=True)

@@ -68,16 +68,19 @@ INNER = {
     "runtime.processes": "runtime",
     "runtime.metrics": "runtime",
     "runtime.rebalancing": "runtime",
+    "runtime.graphs": "runtime",
 }
 
 # What each folder inside the runtime may import of the rest of it. `scheduling` decides and `ranks` execute; neither
-# knows how they are joined (`processes`) or watched (`metrics`); `rebalancing` moves experts, a file for each side.
+# knows how they are joined (`processes`) or watched (`metrics`); `rebalancing` moves experts, a file for each side;
+# `graphs` replays decode steps, whoever runs them.
 RUNTIME_EDGES = {
     "scheduling": {"plan", "params"},
     "ranks": {"plan", "config", "resolve", "kv_layout"},
     "processes": {"plan", "messages", "config", "worker_main", "kernels"},
     "metrics": {"plan", "messages", "rank_stats"},
     "rebalancing": {"plan", "messages", "rank_stats", "metrics"},
+    "graphs": {"plan", "config", "ranks"},
 }
 
 # The same inside the server, from the lowest up: a folder imports only from rows above its own, and the files beside
@@ -128,7 +131,13 @@ MAY_IMPORT_TORCH = {
     "runtime/gpus.py",
     "runtime/worker.py",
     "runtime/worker_main.py",
+    "runtime/graphs/capture.py",
+    "runtime/graphs/decode_step.py",
+    "runtime/graphs/device.py",
+    "runtime/graphs/forward.py",
+    "runtime/graphs/starting.py",
     "runtime/ranks/choice.py",
+    "runtime/ranks/host_memory.py",
     "runtime/ranks/kernels/launches.py",
     "runtime/ranks/kernels/rows.py",
     "runtime/ranks/loading.py",

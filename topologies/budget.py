@@ -201,6 +201,7 @@ def _buffers(footprint: ModelFootprint, topology: Topology, limits: StepLimits) 
         BudgetLine(name="exchange buffers (worst case)", kind="buffers", num_bytes=exchange),
         BudgetLine(name="activations (estimate)", kind="buffers", num_bytes=8 * tokens * row + inner + logits),
     ]
+    lines.append(BudgetLine(name="CUDA graphs (estimate)", kind="buffers", num_bytes=limits.graph_bytes))
     if limits.moves_experts and footprint.num_experts and topology.ep > 1:
         aside = most_moves(footprint.expert_bytes) * footprint.expert_bytes
         lines.append(BudgetLine(name="experts on their way (eplb auto)", kind="buffers", num_bytes=aside))

@@ -29,6 +29,7 @@ class ExchangeFacts:
         has_native: native kernels are there, which `shm` needs.
         asked: one of EXCHANGES; `auto` leaves the choice open.
         payload: one of PAYLOADS: how rows are written on a link.
+        captures: decode steps are to be captured as CUDA graphs, which only an exchange of fixed shapes can be part of.
     """
 
     device: str = "cpu"
@@ -36,6 +37,7 @@ class ExchangeFacts:
     has_native: bool = True
     asked: str = AUTO
     payload: str = AUTO
+    captures: bool = False
 
 
 def choose_exchange(kind: str, bucket: int, grid: RankGrid, facts: ExchangeFacts) -> str:
@@ -49,8 +51,8 @@ def choose_exchange(kind: str, bucket: int, grid: RankGrid, facts: ExchangeFacts
 
     Example:
         On one host with native kernels `shm`; where a group spans domains `hierarchical`; else `all_to_all`. `padded`
-        is used only where it is asked for, in decode steps of at most MOST_PADDED_ROWS rows a rank, beside
-        `all_to_all`.
+        is used only where it is asked for or graphs are captured, in decode steps of at most MOST_PADDED_ROWS rows a
+        rank, beside `all_to_all`.
     """
     usual = _usual(grid, facts)
     if usual != "padded":
@@ -96,6 +98,8 @@ def _usual(grid: RankGrid, facts: ExchangeFacts) -> str:
         return facts.asked
     if grid.spans_domains:
         return "hierarchical"
+    if facts.captures:
+        return "padded"
     if facts.payload != AUTO:
         return "all_to_all"
     if facts.as_threads:

@@ -51,7 +51,7 @@ def shared_groups(groups: Sequence[KVGroup], atp: int) -> tuple[KVGroup, ...]:
 class StepLimits:
     """What bounds a step and a sequence, in tokens: the part of the engine's options that costs bytes.
 
-    `moves_experts` says that ranks hold experts aside while these move.
+    `moves_experts` says that ranks hold experts aside while these move, `graph_bytes` what CUDA graphs of a rank take.
     """
 
     max_num_batched_tokens: int
@@ -59,6 +59,7 @@ class StepLimits:
     max_num_seqs: int
     block_size: int
     moves_experts: bool = False
+    graph_bytes: int = 0
 
 
 def sequence_blocks(kind: str, window: int, num_tokens: int, block_size: int) -> int:

@@ -104,7 +104,7 @@ class DecodeRows:
             own[filled], own[padding] = slots, -1
         self._numbers.copy_(self._host, non_blocking=True)
         most = int(positions.max(initial=0)) + 1
-        batches = self._batches(bucket, max(_SHORTEST, 1 << (most - 1).bit_length()))
+        batches = self.batches(bucket, max(_SHORTEST, 1 << (most - 1).bit_length()))
         for batch in batches:
             read = int((positions + 1 - first_visible_rows(batch.kind, batch.window, positions)).sum())
             batch.kv_tokens_read = batch.pairs_scored = read  # one row a sequence
@@ -116,7 +116,8 @@ class DecodeRows:
         blocks = self.slot_mapping[:, :bucket].clamp(min=0) // self._block_size
         self.tables.index_copy_(1, at, blocks.to(torch.int32))
 
-    def _batches(self, bucket: int, longest: int) -> tuple[AttentionBatch, ...]:
+    def batches(self, bucket: int, longest: int) -> tuple[AttentionBatch, ...]:
+        """Return the batches of `bucket` rows of sequences of up to `longest` tokens: the same objects each time."""
         if (bucket, longest) not in self._steps:
             self._steps[bucket, longest] = tuple(
                 AttentionBatch(

@@ -188,12 +188,12 @@ RANK_METRICS = (
         "moewe_rank_memory_bytes", "gauge", (*_RANK, "part"), "bytes",
         "What the rank holds by `part`: `weights`; of its pool of KV what has tokens in it (`kv_used`), what requests "
         "were granted beyond that (`kv_reserved`) and what nobody has (`kv_free`); rows on their way between ranks "
-        "(`exchange`); and whatever else of its process, or of its GPU, is in memory (`other`; pages of the pool that "
-        "were never written take none).",
+        "(`exchange`); decode steps captured as CUDA graphs (`graphs`); and whatever else of its process, or of its "
+        "GPU, is in memory (`other`; pages of the pool that were never written take none).",
         "`weights`: lower formats (`--quantization`), more ranks in a group. `kv_used` with `kv_free` near 0: "
         "`--kv-cache-dtype fp8`, fewer seats. `kv_reserved`: many short requests, each with a block that is not full. "
-        "`exchange`: a smaller `--max-num-batched-tokens`. `other`: a one-rank replica has its engine in it; beyond "
-        "some GB, other programs on the GPU, or a leak.",
+        "`exchange`: a smaller `--max-num-batched-tokens`. `graphs`: `--cuda-graph-max-bs`. `other`: a one-rank "
+        "replica has its engine in it; beyond some GB, other programs on the GPU, or a leak.",
     ),
     Metric(
         "moewe_weight_kind_bytes", "gauge", ("replica", "kind", "format"), "bytes",

@@ -26,6 +26,15 @@ class Choice:
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
+def healthy_slots(rows: StepRows, num_slots: int, finite: np.ndarray, well: np.ndarray) -> np.ndarray:
+    """Return which slots saw only finite numbers, [S] bool; `finite` [K] tells it of logits, `well` [T] of all rows."""
+    healthy = np.ones(num_slots, np.bool_)
+    if not (finite.all() and well.all()):
+        healthy[rows.row_slots[~well]] = False
+        healthy[rows.sample_slots[~finite]] = False
+    return healthy
+
+
 def agree(
     ranks: TensorParallelGroup, rows: StepRows, choice: Choice | None, *, num_slots: int, device: torch.device
 ) -> Choice:

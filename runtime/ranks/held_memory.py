@@ -29,6 +29,9 @@ class HeldMemory:
         ranks: with which it divides heads; None where it has them all.
         resident: bytes that its process, or its GPU, holds in all; None when that is not known.
         clock: monotonic seconds.
+
+    Attributes:
+        graph_bytes: what CUDA graphs took when they were captured.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class HeldMemory:
         self._exchange, self._ranks, self._resident, self._clock = exchange, ranks, resident, clock
         self._block_bytes = [storage.block_bytes(group) for group in range(len(storage.num_blocks))]
         self._look_again = float("-inf")
-        self._other = 0
+        self._other = self.graph_bytes = 0
 
     def parts(self) -> tuple[int, ...]:
         """Return the bytes of each of telemetry.MEMORY_PARTS; `other` may be some seconds old.
@@ -62,14 +65,15 @@ class HeldMemory:
             used += tokens * block_bytes // self._batch.block_size
         exchange = self._exchange.buffer_bytes + (0 if self._ranks is None else self._ranks.buffer_bytes)
         self._look(exchange)
-        return self._weights, used, granted - used, pool - granted, exchange, self._other
+        free = pool - granted
+        return self._weights, used, granted - used, free, exchange, self.graph_bytes, self._other
 
     def _look(self, exchange: int) -> None:
         began = self._clock()
         if began < self._look_again:
             return
         resident = self._resident()
-        known = self._weights + self._storage.resident_bytes() + exchange
+        known = self._weights + self._storage.resident_bytes() + exchange + self.graph_bytes
         self._other = 0 if resident is None else max(0, resident - known)
         now = self._clock()
         self._look_again = now + max(_OTHER_EVERY_S, (now - began) / _MOST_SHARE)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ...native.library import load
+from .host_memory import Fetcher
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -81,6 +82,11 @@ def _scan(values: torch.Tensor, *, best: torch.Tensor | None = None, finite: tor
     library.moewe_scan_rows(ctypes.byref(args))
 
 
+def scan_on_device(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `best_tokens` and `finite_rows` of [N, V] where the rows lie; the host waits for nothing."""
+    return _scan_on_gpu(values) if on_gpu(values) else (values.argmax(-1), torch.isfinite(values).all(-1))
+
+
 class RowScanner:
     """Both answers in one look, step after step: they stand in arrays that the next call writes again."""
 
@@ -91,10 +97,8 @@ class RowScanner:
     def __call__(self, values: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return `best_tokens` [N] i64 and `finite_rows` [N] bool of `values` [N, V], V > 0."""
         if not _is_native(values):
-            best, finite = (
-                _scan_on_gpu(values) if on_gpu(values) else (values.argmax(-1), torch.isfinite(values).all(-1))
-            )
-            return best.cpu().numpy(), finite.cpu().numpy()
+            best, finite = scan_on_device(values)
+            return best.numpy(), finite.numpy()
         args, (num, width) = self._args, values.shape
         if num != len(self._best):
             self._best, self._finite = np.empty(num, np.int64), np.empty(num, np.bool_)
@@ -104,3 +108,29 @@ class RowScanner:
         assert library is not None
         library.moewe_scan_rows(ctypes.byref(args))
         return self._best, self._finite
+
+
+class StepScanner:
+    """Looks at the logits of a step and at its hidden rows; the answers hold until the next call.
+
+    Args:
+        device: of the rows. From a GPU all answers come with one wait.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._logits, self._hidden, self._fetch = RowScanner(), RowScanner(), Fetcher(device)
+        self._on_host = device.type == "cpu"
+
+    def __call__(self, logits: torch.Tensor, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return `best_tokens` and `finite_rows` of `logits` [K, V], and `finite_rows` of `hidden` [T, D]."""
+        if self._on_host:
+            best, finite = self._logits(logits)
+            return best, finite, self._hidden(hidden)[1]
+        return self.fetch(*scan_on_device(logits), scan_on_device(hidden)[1])
+
+    def fetch(
+        self, best: torch.Tensor, finite: torch.Tensor, well: torch.Tensor
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the same where somebody else has looked already."""
+        first, second, third = self._fetch(best, finite, well)
+        return first, second, third

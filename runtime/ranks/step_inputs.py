@@ -20,6 +20,7 @@ from ...attention.kernels.decode_rows import DecodeRows
 from ...models.forward_batch import ForwardBatch
 from ..plan import pack
 from .batch import GroupRows, StepRows, WorkerBatch
+from .host_memory import Sender
 from .sampler import SamplingRows
 
 
@@ -69,6 +70,7 @@ class InputBuilder:
         divides_heads: bool = False,
     ) -> None:
         self._batch, self._device, self._long_from = batch, device, long_from
+        self._send = Sender(device)
         self._is_native, self._is_gpu = native, gpu
         self._fixed: DecodeRows | None = None
         self.pad_to: Callable[[int], int] = lambda num_rows: num_rows
@@ -96,19 +98,45 @@ class InputBuilder:
             return self._last
         self._settings = None
         self._decodes = []
+        self._send.begin()
         if fixed is not None:
             fixed.load_tables([group.decode_tables for group in rows.groups])
         self._last = StepInputs(
             rows=rows,
             forward=self._forward(rows)
             if fixed is None
-            else self._forward_fixed(fixed, rows, self._move(rows.sample_rows)),
+            else self._forward_fixed(fixed, rows, self._send(rows.sample_rows)),
             samples_all=rows.sample_rows.size == rows.num_rows,
             takes_best=self._batch.sampling.takes_best(rows.sample_slots),
             slots=pack(rows.sample_slots),
             sequence_ids=pack(self._batch.sequence_ids[rows.sample_slots], "<i8"),
         )
+        self._send.end()
         return self._last
+
+    @property
+    def why_not_captured(self) -> str | None:
+        """Why decode steps do not stand in memory of their own; None where they do."""
+        return "inputs of decode steps have no memory of their own" if self._fixed is None else None
+
+    def empty(self) -> None:
+        """Let no row of that memory stand for anything."""
+        assert self._fixed is not None
+        none = np.empty(0, np.int64)
+        self._fixed.fill(none, none, [none] * len(self._batch.groups), self._batch.num_slots)
+
+    def of_shape(self, num_rows: int, longest: int) -> ForwardBatch:
+        """Return the first rows of that memory, whatever stands there, for sequences of up to `longest` tokens."""
+        fixed = self._fixed
+        assert fixed is not None
+        return ForwardBatch(
+            input_ids=fixed.input_ids[:num_rows],
+            positions=fixed.positions[:num_rows],
+            attention=fixed.batches(num_rows, longest),
+            sample_rows=fixed.positions[:0],
+            long_rows=fixed.is_long[:num_rows] if self._long_from else None,
+            fixed=fixed,
+        )
 
     def settings(self, rows: StepRows) -> SamplingRows:
         """Return how the next token of each row that is sampled is to be chosen."""
@@ -121,11 +149,11 @@ class InputBuilder:
     def _forward(self, rows: StepRows) -> ForwardBatch:
         is_long = self._is_long(rows)
         return ForwardBatch(
-            input_ids=self._move(rows.input_ids),
-            positions=self._move(rows.positions),
+            input_ids=self._send(rows.input_ids),
+            positions=self._send(rows.positions),
             attention=tuple(map(self._attention, repeat(rows), rows.groups, self._batch.groups)),
-            sample_rows=self._move(rows.sample_rows),
-            long_rows=None if is_long is None else self._move(is_long),
+            sample_rows=self._send(rows.sample_rows),
+            long_rows=None if is_long is None else self._send(is_long),
         )
 
     def _forward_fixed(self, fixed: DecodeRows, rows: StepRows, sample_rows: torch.Tensor) -> ForwardBatch:
@@ -142,9 +170,6 @@ class InputBuilder:
             fixed=fixed,
             num_rows=rows.num_rows,
         )
-
-    def _move(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
 
     def _is_long(self, rows: StepRows) -> np.ndarray | None:
         return self._batch.max_length[rows.row_slots] > self._long_from if self._long_from else None

@@ -10,8 +10,14 @@ from ...topologies.overlap_choice import HALVES, NOTHING
 from ..plan import StepHeader
 
 
-def begin_step(exchange: Exchange, header: StepHeader, rank: int) -> None:
+def begin_step(exchange: Exchange, header: StepHeader, rank: int, num_rows: int | None = None) -> None:
     """Set the exchange of `rank` to a step.
+
+    Args:
+        exchange: of the rank.
+        header: of the step.
+        rank: for messages.
+        num_rows: that every rank runs, filled or not; None: no more than the header's bucket, in halves if it says so.
 
     Raises:
         RuntimeError: the rank joined no such exchange, or nothing can overlap in it.
@@ -27,4 +33,5 @@ def begin_step(exchange: Exchange, header: StepHeader, rank: int) -> None:
             f"step {header.step} overlaps ({header.overlap}), but rows do not travel in {exchange.name!r}"
         )
     if isinstance(exchange, StepwiseExchange):
-        exchange.begin_step(header.exchange, -(-header.bucket // 2) if header.overlap == HALVES else header.bucket)
+        bucket = -(-header.bucket // 2) if header.overlap == HALVES else header.bucket
+        exchange.begin_step(header.exchange, bucket if num_rows is None else num_rows)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ...models.config import ModelConfig
-from ...models.decoder import ExpertChange
+from ...models.decoder_parts import ExpertChange
 from ...models.expert_reader import ExpertReader
 from ...models.loading import LoadOptions
 from ...native.library import set_threads

@@ -21,7 +21,7 @@ from ..terminal.stdout import give_up_stdout, put
 from .tools import BENCH_HELP, TOOLS, Tool, join_words
 
 EXIT_MISTAKE, EXIT_INTERRUPTED = 1, 130
-_METAVARS = {"int": "N", "float": "X", "bytes": "SIZE", "text": "TEXT", "list": "TEXT"}
+_METAVARS = {"int": "N", "ints": "N,N", "float": "X", "bytes": "SIZE", "text": "TEXT", "list": "TEXT"}
 
 app = typer.Typer(
     name="moewe",

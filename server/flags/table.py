@@ -25,7 +25,8 @@ class Flag:
         name: long flag without dashes; also the key in a `--config` file.
         group: which object it belongs to: `engine`, `http`, `sample`, `shared` (read by the command line itself), or
             `tool` (of one command alone, server/cli/tools.py).
-        kind: `text`, `int`, `float`, `bool`, `switch` (a flag without a `--no-` form), `bytes` or `list`.
+        kind: `text`, `int`, `ints` (1,2,4), `float`, `bool`, `switch` (a flag without a `--no-` form), `bytes` or
+            `list`.
         panel, help: for `--help`.
         field: name of the field it sets; that of the flag with underscores unless given.
         aliases: other spellings, with dashes.
@@ -130,6 +131,13 @@ ENGINE_FLAGS = (
     _engine("max-queued-requests", "int", SCHEDULE, "Waiting requests of a replica; more are refused.", default="4096"),
     _engine("schedule-policy", "text", SCHEDULE, "fcfs, or priority: lower number first.",
             aliases=("--scheduling-policy",), field="policy", default="fcfs"),
+    _engine("enforce-eager", "switch", SCHEDULE, "Capture no decode step as a CUDA graph.",
+            aliases=("--disable-cuda-graph",)),
+    _engine("cuda-graph-sizes", "ints", SCHEDULE,
+            "Rows of decode steps to capture, e.g. 1,2,4,8; one number: sizes up to it.",
+            aliases=("--cudagraph-capture-sizes", "--cuda-graph-bs"), default="up to --max-num-seqs"),
+    _engine("cuda-graph-max-bs", "int", SCHEDULE, "Capture no step of more rows.",
+            aliases=("--max-cudagraph-capture-size",), default="--max-num-seqs"),
     _engine("stall-timeout", "float", SCHEDULE, "A rank without progress for this many seconds is stuck.",
             field="stall_timeout_s", default="5"),
 )  # fmt: skip
@@ -231,24 +239,30 @@ ALIASES = {
     for flag in (*ENGINE_FLAGS, *HTTP_FLAGS, *SAMPLING_FLAGS, *SHARED_FLAGS)
     for alias in flag.aliases
 }
+_WITH_NUMBERS = tuple(f"--{flag.name}" for flag in ENGINE_FLAGS if flag.kind == "ints")
 _BY_FIELD = {flag.target: flag.name for flag in (*ENGINE_FLAGS, *HTTP_FLAGS, *SAMPLING_FLAGS)}
 
 
 def without_aliases(words: Sequence[str]) -> list[str]:
-    """Return a command line with every alias before `--` replaced by the flag that it means, and `--eplb static FILE`
-    as one value.
+    """Return a command line with every alias before `--` replaced by the flag that it means; `--eplb static FILE` and
+    numbers with blanks between them as one value.
 
     Example:
-        >>> without_aliases(["serve", "m", "--context-length=4096"])
-        ['serve', 'm', '--max-model-len=4096']
+        >>> without_aliases(["serve", "m", "--context-length=4096", "--cuda-graph-bs", "1", "2"])
+        ['serve', 'm', '--max-model-len=4096', '--cuda-graph-sizes=1,2']
     """
     made: list[str] = []
     for position, word in enumerate(words):
         if word == "--":
             return made + list(words[position:])
         name, equals, value = word.partition("=")
-        if made[-1:] == ["--eplb=static"] and not word.startswith("-"):
+        last = made[-1] if made else ""
+        if last == "--eplb=static" and not word.startswith("-"):
             made[-1] += f" {word}"
+        elif last in _WITH_NUMBERS and word[:1].isdigit():
+            made[-1] += f"={word}"
+        elif last.partition("=")[0] in _WITH_NUMBERS and word.isascii() and word.isdigit():
+            made[-1] += f",{word}"
         elif made[-1:] == ["--eplb"]:
             made[-1] += f"={word}"
         else:

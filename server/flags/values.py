@@ -133,6 +133,10 @@ def convert(flag: Flag, raw: Any, *, where: str) -> Any:
     elif flag.kind == "list":
         items = raw if isinstance(raw, list) else [raw]
         value, wanted = tuple(items), "" if all(isinstance(item, str) and item for item in items) else "text"
+    elif flag.kind == "ints":
+        items = raw if isinstance(raw, list) else str(raw).split(",")
+        numbers = [_as_number(item, int, "whole numbers, such as 1,2,4,8") for item in items]
+        value, wanted = tuple(number for number, _ in numbers), next((words for _, words in numbers if words), "")
     elif isinstance(raw, (bool, list, dict)):
         wanted = "one value"
     elif flag.kind == "int":

@@ -17,27 +17,46 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.text import Text
 
-from ...runtime.messages import Loading
+from ...runtime.messages import Capturing, Loading
+
+
+class _Amount(DownloadColumn):
+    """Bytes, or where the task counts something else, its number."""
+
+    def render(self, task: Task) -> Text:
+        if not task.fields.get("counts"):
+            return super().render(task)
+        return Text(f"{int(task.completed)}/{int(task.total or 0)}", style="progress.download")
+
+
+class _Speed(TransferSpeedColumn):
+    """Bytes a second; of what is counted nothing."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.fields.get("counts") else super().render(task)
 
 
 class LoadingBars:
-    """One bar for the bytes that all ranks load; silent where stderr is not a terminal."""
+    """One bar for the bytes that all ranks load, then for the steps that they capture; silent off a terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(file=sys.stderr)
         self._done: dict[tuple[int, int], tuple[int, int]] = {}
+        self._captured: dict[tuple[int, int], tuple[int, int]] = {}
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
+            _Amount(binary_units=True),
+            _Speed(),
             console=self._console,
             disable=not self._console.is_terminal,
             transient=True,
@@ -49,8 +68,16 @@ class LoadingBars:
         """True when somebody can see the bar."""
         return self._console.is_terminal
 
-    def update(self, replica: int, message: Loading) -> None:
+    def update(self, replica: int, message: Loading | Capturing) -> None:
         """Take a rank's report."""
+        if isinstance(message, Capturing):
+            self._captured[replica, message.rank] = (message.done, message.total)
+            done, total = (sum(column) for column in zip(*self._captured.values(), strict=True))
+            if self._task is not None:
+                self._progress.update(
+                    self._task, completed=done, total=total, description="capturing CUDA graphs", counts=True
+                )
+            return
         self._done[replica, message.rank] = (message.done_bytes, message.total_bytes)
         done, total = (sum(column) for column in zip(*self._done.values(), strict=True))
         if self._task is None:

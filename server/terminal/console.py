@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ...runtime.messages import Loading
+from ...runtime.messages import Capturing, Loading
 from ...telemetry import RankCounters
 from ...telemetry.logs import json_is_wanted
 from ..options import ServerOptions
@@ -30,10 +30,16 @@ class LoadingDisplay:
         self._bars = LoadingBars()
         self._done: dict[tuple[int, int], tuple[int, int]] = {}
         self._logged = 0
+        self._captures = False
 
-    def update(self, replica: int, message: Loading) -> None:
+    def update(self, replica: int, message: Loading | Capturing) -> None:
         """Take a rank's report."""
         self._bars.update(replica, message)
+        if isinstance(message, Capturing):
+            if not self._captures and not self._bars.visible:
+                log.info("capturing CUDA graphs: %d shapes of a decode step", message.total)
+            self._captures = True
+            return
         self._done[replica, message.rank] = (message.done_bytes, message.total_bytes)
         done, total = (sum(column) for column in zip(*self._done.values(), strict=True))
         quarter = _LOG_STEPS * done // total if total else 0

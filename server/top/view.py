@@ -133,10 +133,12 @@ def _expert(item: Mapping[str, Any]) -> str:
 
 
 def _memory(ranks: Sequence[RankFigures]) -> Text:
-    """Return what all ranks hold: weights, KV as a row of its own, rows on their way, and the rest."""
+    """Return what all ranks hold: weights, KV as a row of its own, rows on their way, and the rest, graphs included."""
     if not any(rank.memory for rank in ranks):
         return Text("  memory -", "dim")
-    held = {part: _size(sum(rank.memory.get(part, 0.0) for rank in ranks)) for part in MEMORY_PARTS}
+    sums = {part: sum(rank.memory.get(part, 0.0) for rank in ranks) for part in MEMORY_PARTS}
+    sums["other"] += sums["graphs"]
+    held = {part: _size(num_bytes) for part, num_bytes in sums.items()}
     kv = " ".join(f"{held[f'kv_{part}']} {part}" for part in ("used", "reserved", "free"))
     return Text(f"  weights {held['weights']}  KV {kv}  exchange {held['exchange']}  other {held['other']}")
 

@@ -43,7 +43,9 @@ def held(clock: Clock, resident: list[int | None]) -> HeldMemory:
     batch.num_computed_tokens[0] = 9
     batch.first_block[1, 0] = 1
     parts: Any = {"exchange": SimpleNamespace(buffer_bytes=30), "ranks": SimpleNamespace(buffer_bytes=3)}
-    return HeldMemory(2_000, storage(clock), batch, **parts, resident=lambda: resident[0], clock=clock)
+    memory = HeldMemory(2_000, storage(clock), batch, **parts, resident=lambda: resident[0], clock=clock)
+    memory.graph_bytes = 50
+    return memory
 
 
 def test_parts_are_what_is_known_and_the_rest() -> None:
@@ -51,7 +53,7 @@ def test_parts_are_what_is_known_and_the_rest() -> None:
     # Of the full group 3 blocks with 9 of 12 tokens, of the window 2 with 5 of 8.
     assert parts == {
         "weights": 2_000, "kv_used": 225 + 50, "kv_reserved": 380 - 275, "kv_free": 960 - 380, "exchange": 33,
-        "other": 3_000 - 2_000 - 500 - 33,
+        "graphs": 50, "other": 3_000 - 2_000 - 500 - 33 - 50,
     }  # fmt: skip
 
 
@@ -63,18 +65,18 @@ def test_the_rest_is_never_below_nothing(resident: int | None) -> None:
 def test_the_rest_is_looked_at_now_and_then() -> None:
     clock, resident = Clock(), [3_000]
     memory = held(clock, resident)  # type: ignore[arg-type]
-    assert memory.parts()[-1] == 467
+    assert memory.parts()[-1] == 417
     resident[0] = 4_000
     clock.now += 4.9
-    assert memory.parts()[-1] == 467
+    assert memory.parts()[-1] == 417
     clock.now += 0.2
     clock.a_look_takes = 0.05  # a large pool: a thousandth of the time is then 50 s
-    assert memory.parts()[-1] == 1_467
+    assert memory.parts()[-1] == 1_417
     resident[0] = 5_000
     clock.now += 49.0
-    assert memory.parts()[-1] == 1_467
+    assert memory.parts()[-1] == 1_417
     clock.now += 1.1
-    assert memory.parts()[-1] == 2_467
+    assert memory.parts()[-1] == 2_417
 
 
 def test_a_rank_sends_it_with_its_counters() -> None:
@@ -91,7 +93,7 @@ def test_a_rank_sends_it_with_its_counters() -> None:
         tokens = int(worker.batch.num_computed_tokens.sum())
         assert tokens >= 10
         assert parts["kv_used"] == pool // worker.storage.num_blocks[0] * tokens // worker.config.cache.block_size
-        assert parts["exchange"] == 0 and parts["other"] > 1 << 20, "Python and torch at least"
+        assert parts["exchange"] == parts["graphs"] == 0 and parts["other"] > 1 << 20, "Python and torch at least"
         group.run()
 
 

@@ -40,7 +40,7 @@ def counted(rank: int, steps: int) -> RankStats:
         counters.add_exchange((5, 4, 3), (0.25, 0.5, 1.0))
         counters.add_expert_tokens(np.array([[1 + rank, 1 + rank], [0, 0]]))
         counters.end_step(0.5, 0.125, 0.0625)
-    held = (10 * (rank + 1), 3, 2, 4, 5, 6)
+    held = (10 * (rank + 1), 3, 2, 4, 5, 7, 6)
     return rank_stats(rank, encode_counters(counters, held), used_blocks=3, total_blocks=12)
 
 
@@ -121,7 +121,7 @@ def test_ranks_are_exported_without_layers_or_experts() -> None:
     assert values["moewe_expert_imbalance_ratio", (("replica", "0"), ("scope", "rank"))] == pytest.approx(4 / 3)
     assert values["moewe_requests_running", (("replica", "0"),)] == 2
     assert values["moewe_preemptions_total", (("replica", "0"),)] == 4
-    memory = {"weights": 20, "kv_used": 3, "kv_reserved": 2, "kv_free": 4, "exchange": 5, "other": 6}
+    memory = {"weights": 20, "kv_used": 3, "kv_reserved": 2, "kv_free": 4, "exchange": 5, "graphs": 7, "other": 6}
     for part, held in memory.items():
         assert values["moewe_rank_memory_bytes", (("part", part), *rank1)] == held
     assert [values["moewe_expert_slots", (("rank", rank), ("replica", "0"))] for rank in "01"] == [3, 2]

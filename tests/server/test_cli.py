@@ -111,6 +111,8 @@ def test_help_groups_flags_in_panels(capfd: pytest.CaptureFixture[str]) -> None:
         (["serve", "m", "--all2all-backend", "x"], "or use exchange: shm, all_to_all"),
         (["serve", "m", "--enable-dbo"], "overlap says it: auto"),
         (["serve", "m", "--overlap", "sometimes"], "--overlap='sometimes' is not allowed; use auto, on, off"),
+        (["serve", "m", "--cuda-graph-sizes", "1", "2"], "--cuda-graph-sizes=[1, 2] is not allowed; a CPU has no CUDA"),
+        (["serve", "m", "--enable-piecewise-cuda-graph"], "decode steps run as CUDA graphs, prefill does not"),
         (["banana"], "banana"),
     ],
 )

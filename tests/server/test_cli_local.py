@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from moewe.runtime.generation_defaults import GenerationDefaults
-from moewe.runtime.messages import Delta, Loading
+from moewe.runtime.messages import Capturing, Delta, Loading
 from moewe.runtime.params import SamplingParams
 from moewe.server.commands import local
 from moewe.server.flags.values import Settings
@@ -186,6 +186,10 @@ def test_bars_add_up_all_ranks_on_a_terminal_only() -> None:
         bars.update(0, Loading(rank=0, done_bytes=1 << 20, total_bytes=2 << 20))
         bars.update(1, Loading(rank=0, done_bytes=2 << 20, total_bytes=2 << 20))
     assert bars.visible and "loading weights" in screen.getvalue() and "3.0/4.0" in screen.getvalue()
+    with bars.shown():
+        for rank in range(2):
+            bars.update(0, Capturing(rank=rank, done=3 + rank, total=33))
+    assert "capturing CUDA graphs" in screen.getvalue() and "7/66" in screen.getvalue()
     silent = LoadingBars(Console(file=(nothing := io.StringIO())))
     with silent.shown():
         silent.update(0, Loading(rank=0, done_bytes=1, total_bytes=2))

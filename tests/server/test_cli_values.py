@@ -68,8 +68,8 @@ def test_every_flag_fills_a_field_of_its_owner() -> None:
 
 def test_printed_defaults_are_the_real_ones() -> None:
     engine, http = engine_config({"model": "m"}), ServerOptions()
-    real = {name: getattr(part, name) for part in (engine.model, engine.parallel, engine.cache, engine.schedule)
-            for name in part.__struct_fields__}  # fmt: skip
+    parts = (engine.model, engine.parallel, engine.cache, engine.schedule, engine.graphs)
+    real = {name: getattr(part, name) for part in parts for name in part.__struct_fields__}
     for flag in flags_of(ENGINE, HTTP):
         value = getattr(http, flag.target) if flag.group == HTTP else real[flag.target]
         if value not in (None, (), False) and flag.name != "model":
@@ -137,6 +137,30 @@ def test_aliases_become_flags_before_a_double_dash() -> None:
     assert without_aliases(words) == [
         "serve", "m", "--max-model-len", "5", "--max-num-seqs=3", "--", "--context-length",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [
+        (["--cuda-graph-sizes=1,2,4"], (1, 2, 4)),
+        (["--cuda-graph-sizes", "1,2"], (1, 2)),
+        (["--cuda-graph-bs", "1", "2", "4", "--port", "8"], (1, 2, 4)),
+        (["--cudagraph-capture-sizes=16"], (16,)),
+    ],
+)
+def test_sizes_of_graphs_as_other_servers_take_them(words: list[str], sizes: tuple[int, ...], tmp_path: Path) -> None:
+    name, _, value = without_aliases(words)[0].partition("=")
+    assert name == "--cuda-graph-sizes" and settings(cuda_graph_sizes=value).engine["cuda_graph_sizes"] == sizes
+    listed = config(tmp_path, f"cuda_graph_sizes: {list(sizes)}\ndisable-cuda-graph: true\n")
+    found = settings(config=listed).engine
+    assert (found["cuda_graph_sizes"], found["enforce_eager"]) == (sizes, True)
+    assert engine_config({"model": "m", "cuda_graph_sizes": list(sizes)}).graphs.cuda_graph_sizes == sizes
+
+
+@pytest.mark.parametrize("value", ["1,x", "", "1.5", "1,,2"])
+def test_sizes_of_graphs_are_whole_numbers(value: str) -> None:
+    with pytest.raises(ValueError, match=r"--cuda-graph-sizes: .*use whole numbers, such as 1,2,4,8"):
+        settings(cuda_graph_sizes=value)
 
 
 @given(st.lists(st.text(max_size=12)))

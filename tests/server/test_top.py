@@ -224,7 +224,7 @@ def test_the_hottest_experts_have_a_line_that_holds_them(size: tuple[int, int], 
 
 def test_memory_is_a_line_with_kv_as_a_row_of_its_own() -> None:
     two = replace(server_figures(2), ranks=figures("u", reading(0.0), reading(1.0)).ranks)
-    assert "  weights 30K  KV 300K used 3.0M reserved 30M free  exchange 300M  other 3.0G" in drawn([two])
+    assert "  weights 30K  KV 300K used 3.0M reserved 30M free  exchange 300M  other 33.0G" in drawn([two])
     assert "  memory -" in drawn([replace(two, ranks=tuple(replace(rank, memory={}) for rank in two.ranks))])
     assert [_size(n) for n in (0, 999, 1000, 9949, 9951, 999_499, 999_500, 123e9)] == [
         "0B", "999B", "1.0K", "9.9K", "10K", "999K", "1.0M", "123.0G",

@@ -122,7 +122,7 @@ class Group:
                     exchange=exchange,
                     placement=placement,
                     progress=board.rank(rank),
-                    on_loading=lambda done, total: None,
+                    on_loading=lambda *_, **__: None,
                     ranks=heads[rank] if heads else None,
                 ),
                 hub,
