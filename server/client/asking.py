@@ -69,7 +69,8 @@ def ask(
     except urllib.error.HTTPError as error:
         raise NoAnswerError(f"{url} answers {error.code}{explain(error)}") from None
     except urllib.error.URLError as error:
-        raise NoAnswerError(f"{url}: {line(error.reason)}") from None
+        hint = "; is a server running there?" if isinstance(error.reason, ConnectionRefusedError) else ""
+        raise NoAnswerError(f"{url}: {line(error.reason)}{hint}") from None
     except (OSError, ValueError) as error:
         raise NoAnswerError(f"{url}: {line(error)}") from None
     except Exception as error:  # http.client raises classes of its own for what is no HTTP

@@ -53,7 +53,7 @@ def read_target(tool: Mapping[str, Any], environment: Mapping[str, str]) -> Targ
         host, port = parts.hostname, parts.port
     except ValueError:
         parts, host, port = urlsplit(""), None, None
-    if parts.scheme not in ("http", "https") or not host:
+    if parts.scheme not in ("http", "https") or not host or any(char.isspace() for char in base):
         raise ValueError("--base-url is no URL; write it like http://127.0.0.1:8000")
     if parts.username is not None or parts.query or parts.fragment:
         raise ValueError("--base-url holds more than scheme, host, port and path; a key goes to --api-key")

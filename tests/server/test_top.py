@@ -307,7 +307,7 @@ def test_a_server_that_goes_and_comes_back_is_followed() -> None:
     assert isinstance(again, ServerFigures) and again.tokens_per_second > 0
     server.read()
     gone = server.shown()
-    assert isinstance(gone, Lost) and "refused" in gone.reason
+    assert isinstance(gone, Lost) and "refused; is a server running there?" in gone.reason
 
 
 @pytest.mark.parametrize(
@@ -353,6 +353,7 @@ def test_once_prints_json_and_says_by_its_code_whether_all_answered(capsys: pyte
         ({"interval": math.nan}, "--interval nan is not allowed"),
         ({"json": True}, "--json prints one reading; add --once"),
         ({"url": ("ftp://x",), "once": True}, "URL 'ftp://x' is no URL"),
+        ({"url": ("http://a b",), "once": True}, "URL 'http://a b' is no URL"),
         ({}, "stdout is no terminal; use --once"),
     ],
 )
