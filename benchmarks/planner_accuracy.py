@@ -1,7 +1,8 @@
 """Are the planner's step times right, and does its physics say more than a line? Measured rows and deployments.
 
 Question: what error has the planner on rows that its one fitted constant has not seen: other widths, precisions,
-servers, machines? Beside it stands a line in batch, fitted on the same rows. What was fixed when: docs/planner.md.
+servers, machines? Beside it stand a line in batch, fitted on the same rows, and NVIDIA's aiconfigurator, which has
+tables of kernels and fits nothing (planner_aiconfigurator.py). What was fixed when: docs/planner.md.
 
     pip install 'moewe[planner-data]'; python benchmarks/planner_accuracy.py [--json FILE]
 
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from planner_aiconfigurator import Said, key_of, recorded
 from planner_deployments import DEPLOYMENTS, predicted
 from planner_rows import Predictor, Row, csv_path, read_rows
 
@@ -76,14 +78,25 @@ SPLITS: dict[str, Callable[[Row], str]] = {
 }
 
 
-def splits(rows: Sequence[Row], fits: dict[str, Fit]) -> list[dict[str, Any]]:
+def beside_aiconfigurator(held: Sequence[Row], planner: np.ndarray, said: Said) -> dict[str, Any]:
+    """Return the mean error of aiconfigurator on rows that it does not refuse, and ours on the same, in percent."""
+    known = [i for i, row in enumerate(held) if said.get(key_of(row)) is not None]
+    theirs: Model = lambda rows: np.array([said[key_of(row)] for row in rows], dtype=float)  # noqa: E731
+    mean = float(error(theirs, [held[i] for i in known]).mean()) if known else None
+    ours = float(planner[known].mean()) if known else None
+    return {"aiconfigurator": mean, "planner_there": ours, "refused": len(held) - len(known)}
+
+
+def splits(rows: Sequence[Row], fits: dict[str, Fit], said: Said) -> list[dict[str, Any]]:
     """Leave each value of each split out, fit on the rest, and return the errors on what was left out."""
     found = []
     for name, value_of in SPLITS.items():
         for value in sorted({value_of(row) for row in rows}):
             held, rest = ([row for row in rows if (value_of(row) == value) is out] for out in (True, False))
-            errors = {kind: float(error(fit(rest), held).mean()) for kind, fit in fits.items()}
-            found.append({"split": name, "left_out": value, "rows": len(held), **errors})
+            errors = {kind: error(fit(rest), held) for kind, fit in fits.items()}
+            means = {kind: float(each.mean()) for kind, each in errors.items()}
+            theirs = beside_aiconfigurator(held, errors["planner"], said)
+            found.append({"split": name, "left_out": value, "rows": len(held), **means, **theirs})
     return found
 
 
@@ -97,7 +110,7 @@ def gate(found: Sequence[dict[str, Any]]) -> list[str]:
     return [f"{entry['left_out']}" for entry in asked if entry["planner"] >= entry["line"]]
 
 
-def unseen(rows: Sequence[Row], others: Sequence[Row], predictor: Predictor) -> list[dict[str, Any]]:
+def unseen(rows: Sequence[Row], others: Sequence[Row], predictor: Predictor, said: Said) -> list[dict[str, Any]]:
     """Return errors on rows of other machines, with everything as it was fixed before, beside the line of `rows`."""
     line = line_fit(rows)
     frozen: Model = lambda chosen: _planned(predictor, chosen, CONSTANTS)  # noqa: E731
@@ -108,6 +121,7 @@ def unseen(rows: Sequence[Row], others: Sequence[Row], predictor: Predictor) -> 
         found.append({
             "left_out": " ".join(key), "rows": len(held), "planner": float(error(frozen, held).mean()),
             "line": float(error(line, held).mean()), "bias": bias,
+            **beside_aiconfigurator(held, error(frozen, held), said),
         })  # fmt: skip
     return found
 
@@ -146,20 +160,22 @@ def report(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
     predictor = Predictor()
     frozen: Model = lambda chosen: _planned(predictor, chosen, CONSTANTS)  # noqa: E731
     fits: dict[str, Fit] = {"planner": planner_fit(predictor), "line": line_fit}
-    found = splits(rows, fits)
+    said = recorded()
+    found = splits(rows, fits, said)
     early = [row for row in rows if row.ttft < 0.1 * row.osl * row.tpot]
     nominal = np.array([predictor.tpot(row, CONSTANTS, batch=row.nominal) for row in early])
     return {
         "rows": len(rows),
         "all_rows_frozen": float(error(frozen, rows).mean()),
         "all_rows_frozen_most": float(error(frozen, rows).max()),
+        "beside_aiconfigurator": beside_aiconfigurator(rows, error(frozen, rows), said),
         "splits": found,
         "gate_not_held_by": gate(found),
         "nominal_batch": {
             "rows": len(early),
             "planner": float(100 * np.abs(nominal / np.array([row.tpot for row in early]) - 1).mean()),
         },
-        "unseen": unseen(rows, others, predictor),
+        "unseen": unseen(rows, others, predictor, said),
         "deployments": deployments(),
     }
 
@@ -171,21 +187,21 @@ def text(found: dict[str, Any]) -> str:
         f"most {found['all_rows_frozen_most']:.0f} %",
         f"nominal batch, {found['nominal_batch']['rows']} rows whose prompts take under a tenth of decoding: "
         f"{found['nominal_batch']['planner']:.1f} %",
+        f"all rows: aiconfigurator{_beside(found['beside_aiconfigurator']).rstrip()}",
         "",
-        f"{'left out':24}{'rows':>5}{'planner %':>11}{'line %':>8}",
+        f"{'left out':24}{'rows':>5}{'planner %':>11}{'line %':>8}{_BESIDE}",
     ]
     for entry in found["splits"]:
         lines.append(
             f"{entry['split'] + ' ' + entry['left_out']:24}{entry['rows']:>5}"
-            f"{entry['planner']:>11.1f}{entry['line']:>8.1f}"
+            f"{entry['planner']:>11.1f}{entry['line']:>8.1f}{_beside(entry)}"
         )
     missed = found["gate_not_held_by"]
     lines += ["", f"gate: {'the line is better for ' + ', '.join(missed) if missed else 'holds'}", ""]
-    lines.append(f"{'never looked at':24}{'rows':>5}{'planner %':>11}{'line %':>8}{'bias %':>8}")
+    lines.append(f"{'never looked at':24}{'rows':>5}{'planner %':>11}{'line %':>8}{'bias %':>8}{_BESIDE}")
     for entry in found["unseen"]:
-        lines.append(
-            f"{entry['left_out']:24}{entry['rows']:>5}{entry['planner']:>11.1f}{entry['line']:>8.1f}{entry['bias']:>+8.1f}"
-        )
+        shown = f"{entry['planner']:>11.1f}{entry['line']:>8.1f}{entry['bias']:>+8.1f}{_beside(entry)}"
+        lines.append(f"{entry['left_out']:24}{entry['rows']:>5}{shown}")
     lines += ["", f"{'deployment':46}{'published':>11}{'predicted':>11}{'error %':>9}  batch from"]
     for entry in found["deployments"]:
         lines.append(
@@ -198,6 +214,15 @@ def text(found: dict[str, Any]) -> str:
         f"{', '.join(row for row, is_in in within.items() if not is_in) or 'one more'}"
     )
     return "\n".join(lines)
+
+
+_BESIDE = f"{'aiconfigurator %':>18}{'refused':>9}{'planner on the others %':>25}"
+
+
+def _beside(entry: dict[str, Any]) -> str:
+    if entry["aiconfigurator"] is None:
+        return f"{'fails':>18}{entry['refused']:>9}"
+    return f"{entry['aiconfigurator']:>18.1f}{entry['refused']:>9}{entry['planner_there']:>25.1f}"
 
 
 def main() -> None:

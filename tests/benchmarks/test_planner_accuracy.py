@@ -66,13 +66,14 @@ def test_splits_leave_out_each_value_once_and_the_gate_names_where_the_line_is_b
 
         return fit
 
-    found = bench.splits(rows, {"planner": constant(1.1), "line": constant(1.2)})
+    found = bench.splits(rows, {"planner": constant(1.1), "line": constant(1.2)}, {})
     assert [(e["split"], e["left_out"], e["rows"]) for e in found[:3]] == [
         ("width", "EP16", 6),
         ("width", "EP32", 6),
         ("width", "EP8", 6),
     ]
     assert all(e["planner"] == pytest.approx(10) and e["line"] == pytest.approx(20) for e in found)
+    assert all(e["aiconfigurator"] is None and e["refused"] == e["rows"] for e in found)
     assert (12, 6) in seen and bench.gate(found) == []
     worse = [e | {"planner": 30.0} if e["left_out"] in ("EP8", "fp4", "sglang") else e for e in found]
     assert bench.gate(worse) == ["EP8", "fp4"]
@@ -106,3 +107,17 @@ def test_every_deployment_is_worked_out(bench: ModuleType) -> None:
     assert all(0.2 < entry["predicted"] / entry["published"] < 5 for entry in found)
     within = bench.rows_within(found)
     assert len(within) == 14 and within["1"] and not within["14"]
+
+
+def test_aiconfigurator_is_compared_on_the_rows_that_it_does_not_refuse(
+    bench: ModuleType, rows: list[Any], tmp_path: Path
+) -> None:
+    peer = sys.modules["planner_aiconfigurator"]
+    said = {peer.key_of(row): 1.5 * row.tpot if row.ep == 8 else None for row in rows}
+    peer.write(said, tmp_path / "said.csv")
+    again = peer.recorded(tmp_path / "said.csv")
+    assert again == {key: value if value is None else pytest.approx(value, rel=1e-3) for key, value in said.items()}
+    planner = np.array([10.0 if row.ep == 8 else 90.0 for row in rows])
+    found = bench.beside_aiconfigurator(rows, planner, again)
+    assert found == {"aiconfigurator": pytest.approx(50, rel=1e-2), "planner_there": 10.0, "refused": 12}
+    assert "fails" in bench._beside(found | {"aiconfigurator": None})
