@@ -91,6 +91,11 @@ def unknown_options(options: Mapping[str, Any]) -> list[str]:
     return sorted(set(options) - known)
 
 
+def captures(config: EngineConfig) -> bool:
+    """Return whether an engine means to capture decode steps; where a capture fails after all, it warns on stderr."""
+    return config.parallel.device == "cuda" and bool(config.graphs.graph_rows)
+
+
 @dataclass
 class Engines:
     """The engine of the last mode: a start takes longer than what is measured on it.
@@ -121,6 +126,8 @@ class Engines:
                 str(self.folder), load_format="dummy", skip_tokenizer_init=True, **self.options, **MODES[mode]
             )
             self._mode, self.start_seconds[mode] = mode, time.monotonic() - began
+        if MODES[mode].get("enforce_eager") is False and not captures(self._llm.config):
+            raise LeftOut("this engine captures no CUDA graphs; its log says why")  # or eager steps would be called so
         return self._llm
 
     def close(self) -> None:

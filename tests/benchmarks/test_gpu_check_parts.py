@@ -109,7 +109,8 @@ def test_steps_are_measured_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "num_hidden_layers": 2, "hidden_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 500,
         "moe_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     }  # fmt: skip
-    monkeypatch.setattr(steps, "MODES", {"plain": {}, "unknown": {"no_such_field": 1}})
+    modes = {"plain": {}, "graphs": {"enforce_eager": False}, "unknown": {"no_such_field": 1}}
+    monkeypatch.setattr(steps, "MODES", modes)
     monkeypatch.setattr(steps, "BATCHES", (2,))
     monkeypatch.setattr(steps, "CONTEXT", 64)
     monkeypatch.setattr(steps, "_SHORT", 4)
@@ -121,7 +122,8 @@ def test_steps_are_measured_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert made["decode, plain, batch 2"].run()["tokens_per_second"] != 0
         assert made["prefill, plain, 64 tokens"].run()["times_floor"] > 0
         assert "no GPM counter" in made["saturation, plain, batch 32"].run()["said"]
-        with pytest.raises(LeftOut, match="no no_such_field"):
-            made["decode, unknown, batch 2"].run()
+        for mode, why in (("unknown", "no no_such_field"), ("graphs", "captures no CUDA graphs")):
+            with pytest.raises(LeftOut, match=why):
+                made[f"decode, {mode}, batch 2"].run()
     finally:
         engines.close()
