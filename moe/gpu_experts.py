@@ -1,8 +1,8 @@
-"""The part of a MoE layer that a GPU does in Triton kernels: choice, sorting, products and sum.
+"""The part of a MoE layer behind its router that a GPU does in Triton kernels: sorting, products and sum.
 
 Not the layer (layer.py, which decides what rows go where) and no kernel (moe/kernels/). Counts of rows stay on the
 device: the host never looks at them.
-Letters: T tokens, D width, E logical experts, K top-k, R rows of a source, M of them sorted by slot, S slots.
+Letters: T tokens, D width, K top-k, R rows of a source, M of them sorted by slot, S slots.
 """
 
 from __future__ import annotations
@@ -15,41 +15,19 @@ from .gated import ExpertWeights
 from .kernels.combine import triton_combine
 from .kernels.experts import triton_ffn
 from .kernels.permute import triton_permute
-from .kernels.route import triton_route
-from .routing import Routing, RoutingConfig
 
 
 class GpuExperts:
     """Kernels of one MoE layer on one rank.
 
     Args:
-        routing: of the router.
         experts: of the local slots, in formats that `can_multiply` knows.
         activation: of experts.
         kernels: how they are launched.
     """
 
-    def __init__(
-        self, routing: RoutingConfig, experts: ExpertWeights, activation: Activation, kernels: GpuKernels
-    ) -> None:
-        self._routing, self._experts, self._activation, self._kernels = routing, experts, activation, kernels
-
-    def choose(
-        self,
-        logits: torch.Tensor,
-        selection_bias: torch.Tensor | None,
-        slot_of: torch.Tensor | None,
-        num_filled: torch.Tensor | None,
-    ) -> tuple[Routing, torch.Tensor]:
-        """Return experts and weights of each row of `logits` [T, E] f32, and their slots [T, K] i32.
-
-        Args:
-            logits: contiguous.
-            selection_bias: [E] f32.
-            slot_of: [E + 1] i32; None: expert e stands in slot e.
-            num_filled: [1] i64 on the device; rows from there on stand for nothing and get slots -1. None: all do.
-        """
-        return triton_route(logits, self._routing, selection_bias, slot_of, num_filled)
+    def __init__(self, experts: ExpertWeights, activation: Activation, kernels: GpuKernels) -> None:
+        self._experts, self._activation, self._kernels = experts, activation, kernels
 
     def run(
         self,

@@ -22,6 +22,7 @@ from .experts import filled_ffn, gated_ffn, grouped_ffn
 from .gpu_experts import GpuExperts
 from .kernels.experts import can_multiply
 from .kernels.linear import linear
+from .kernels.route import triton_route
 from .layer_parts import ExpertSwitches, LayerExperts, NativeMoE
 from .native_experts import ffn_args, native_ffn, native_ffn_combine
 from .native_route import NativeRouter
@@ -105,7 +106,7 @@ class MoELayer:
             )
         self._gpu: GpuExperts | None = None
         if kernels is not None and can_multiply(weights.experts, kernels.target):
-            self._gpu = GpuExperts(routing, weights.experts, switches.activation, kernels)
+            self._gpu = GpuExperts(weights.experts, switches.activation, kernels)
         self._no_ids = torch.empty(0, routing.top_k, dtype=torch.int32, device=device)
         self._no_weights = torch.empty(0, routing.top_k, device=device)
         self.observer: RoutingObserver | None = None
@@ -334,15 +335,17 @@ class MoELayer:
             return routed.slot_ids, routed.weights
         assert self._router is not None
         logits_TE = linear(x_TD.float(), self._router, self._router_bias, self._kernels)
-        if self._gpu is not None:
-            routing, physical_ids_TK = self._gpu.choose(logits_TE, self._selection_bias, self._table, num_filled)
+        if self._kernels is not None:
+            routing, physical_ids_TK = triton_route(
+                logits_TE, self._routing, self._selection_bias, self._table, num_filled
+            )
         else:
             routing = route(logits_TE, self._routing, self._selection_bias)
             physical_ids_TK = slots_of(routing.topk_ids, self._table)
         topk_ids_TK, topk_weights_TK = routing
         if self.observer is not None:
             self.observer(self._moe_layer, topk_ids_TK)
-        if not self._all_owned:
+        if not self._all_owned and num_filled is None:
             self._report_unowned(topk_ids_TK, physical_ids_TK)
         return physical_ids_TK, topk_weights_TK
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,15 +16,16 @@ import torch
 
 from moewe.models.decoder import Decoder
 from moewe.models.forward_batch import ForwardBatch
-from moewe.models.kernels.choice import choose_kernels
+from moewe.models.kernels.choice import choose_kernels, kernel_report
 from moewe.quant import KV_FORMATS
 from moewe.runtime.options import layout_config
 from tests.support.comparison import compare_runs, compare_with_reference
-from tests.support.fixtures import checkpoint, random_prompt
+from tests.support.fixtures import FIXTURES, checkpoint, random_prompt
 from tests.support.harness import Group, Outcome, greedy
 from tests.support.no_host import HostWaits, no_host_looks
 from tests.support.numerics import LOGITS_WITH_SCALED_KV, assert_near, assert_same
 from tests.support.one_sequence import run_one
+from tests.support.quantised import fp8_checkpoint, mxfp4_checkpoint
 from tests.support.random_models import LAYERS, plain_config, random_weights
 from tests.support.setups import Setup
 
@@ -40,33 +42,43 @@ SMALLER: dict[str, dict[str, Any]] = {
     "T-DS3": {"num_hidden_layers": 2},
 }  # fmt: skip
 # Shared experts with a gate; norms after blocks and over all heads; LayerNorm, sparsemixer and long frequencies;
-# weighed inputs, chunks and temperature; multipliers; a part of heads that turns; latents with and without a latent of
-# queries.
-OTHERS = ("T-QW2", "T-FLX", "T-PHI", "T-LL4", "T-GRS", "T-GLM", "T-DS2", "T-GOS", "T-DS3", "T-MIS")
+# weighed inputs, chunks and temperature; multipliers; a part of heads that turns; latents without a latent of queries.
+OTHERS: dict[str, dict[str, Any]] = {
+    "T-QW2": {},
+    "T-FLX": {},
+    "T-PHI": {"rope_parameters": FIXTURES["T-PHI"][1]["rope_parameters"] | {"original_max_position_embeddings": 8}},
+    "T-LL4": {"attention_chunk_size": 8, "floor_scale": 4},
+    "T-GRS": {},
+    "T-GLM": {"num_hidden_layers": 2},
+    "T-DS2": {"num_hidden_layers": 2},
+    "T-MIS": {"num_hidden_layers": 2},
+}
 
 
 def wired(path: Path, lengths: tuple[int, ...], num_tokens: int, setup: Setup = SMALL, pad: int = 1) -> list[Outcome]:
     """Run prompts of some lengths; steps of single rows get as many rows as the next multiple of `pad`.
 
-    On one rank those steps must never make the host wait.
+    On one rank whose experts kernels read, those steps must never make the host wait.
     """
     with Group(path, setup) as group:
         for worker in group.workers:
             worker._inputs.pad_to = lambda num_rows: -(-num_rows // pad) * pad
-        guarded: list[int] = []
-        if setup.kernels == "triton" and len(group.workers) == 1:
-            guard(group.workers[0].decoder, guarded)
+        seen: list[int] = []
+        decoder = group.workers[0].decoder
+        waits = any(not layer.runs_in_kernels for layer in decoder.moe_layers) or len(group.workers) > 1
+        if not waits:
+            guard(decoder, seen)
         outcomes = [
             group.submit(f"request-{i}", random_prompt(length, seed=length), greedy(num_tokens))
             for i, length in enumerate(lengths)
         ]
         group.run()
-        assert guarded or len(group.workers) > 1 or setup.kernels != "triton"
+        assert seen or waits
     return outcomes
 
 
 def guard(decoder: Decoder, seen: list[int]) -> None:
-    """Refuse looks of the host in every step of single rows; the rows of such steps are appended to `seen`."""
+    """Refuse looks of the host in steps of single rows; how many rows such steps have is appended to `seen`."""
     compute = decoder.compute
 
     def guarded(batch: ForwardBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -85,22 +97,42 @@ def test_chunks_and_single_rows_equal_transformers_and_the_host_never_waits() ->
         compare_with_reference(path, outcome)
 
 
+def test_what_runs_where_is_said() -> None:
+    layers = [SimpleNamespace(runs_in_kernels=reads) for reads in (True, False)]
+    wide, narrow = (plain_config(head_dim=width) for width in (16, 8))
+    assert kernel_report(choose_kernels(wide, CPU), []) == ()
+    invariant = choose_kernels(wide, CPU, asked="triton", batch_invariant=True)
+    assert kernel_report(invariant, layers[:1]) == ("Triton runs norms, experts, attention (sm_90, batch-invariant)",)
+    assert kernel_report(choose_kernels(narrow, CPU, asked="triton"), layers) == (
+        "Triton runs norms, experts (sm_90)",
+        "torch runs attention: heads of 8 elements, kernels need 16",
+        "torch runs experts of 1 of 2 MoE layers: no kernel reads their format",
+    )
+    assert kernel_report(choose_kernels(wide, torch.device("cuda"), asked="torch"), []) == (
+        "torch runs all of it: --kernels torch",
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_kind_of_layer_equals_transformers(name: str) -> None:
-    """Sixteen positions and more; the third prompt gets blocks that another had."""
-    path = checkpoint(name)
-    setup = replace(SMALL, num_blocks=13, max_chunk_tokens=7, max_model_len=48, max_num_seqs=3)
-    for outcome in wired(path, (19, 2, 11), 4, setup, pad=3):
+    """The third prompt gets blocks that another had."""
+    path = checkpoint(name, **OTHERS[name])
+    for outcome in wired(path, (11, 2, 5), 2, replace(SMALL, num_blocks=5, max_chunk_tokens=7), pad=2):
         compare_with_reference(path, outcome)
 
 
 @pytest.mark.slow
-def test_long_frequencies_reach_padded_rows() -> None:
-    path = checkpoint("T-PHI")
-    setup = replace(SMALL, num_blocks=40, max_chunk_tokens=None, max_model_len=60)
-    for outcome in wired(path, (41,), 2, setup, pad=4):
-        compare_with_reference(path, outcome)
+@pytest.mark.parametrize("name", ["fp8 blocks", "fp8 blocks that no kernel reads", "mxfp4"])
+def test_stored_weights_are_the_numbers_that_they_stand_for(name: str) -> None:
+    """In experts, and in products of kernels with one matrix: latents, heads, dense layers and shared experts."""
+    if name == "mxfp4":
+        quantised, plain = mxfp4_checkpoint("T-GOS", num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    else:
+        block = (16, 32) if name == "fp8 blocks" else (48, 40)
+        quantised, plain = fp8_checkpoint("T-DS3", block, num_hidden_layers=2)
+    for outcome in wired(quantised, (5, 1), 2, pad=2):
+        compare_with_reference(plain, outcome)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +154,7 @@ def test_two_ranks_equal_one(topology: str, exchange: str) -> None:
 @pytest.mark.parametrize("name", ["T-FLX", "T-GOS"])
 def test_ranks_that_divide_heads_equal_one(name: str) -> None:
     path = checkpoint(name)
-    setup = replace(SMALL, topology="EP2DP1[adp=1,atp=2]", num_blocks=12, max_model_len=32)
-    for outcome in wired(path, (9, 3), 3, setup):
+    for outcome in wired(path, (5, 2), 2, replace(SMALL, topology="EP2DP1[adp=1,atp=2]")):
         compare_with_reference(path, outcome)
 
 
