@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from ..kvcache.storage import KVStorage
-from ..native.library import function, load
-from ..quant import NumberFormat
+from ..native.library import function
 from .batch import AttentionBatch, AttentionOptions
 
 KV_CODES = {torch.bfloat16: 0, torch.float8_e4m3fn: 1, torch.int8: 2}  # KvFormat of native/csrc/kv_format.h
@@ -66,11 +65,6 @@ class NativeStep:
         assert tables.dtype == np.int32 and tables.flags.c_contiguous, tables.dtype
         self.runs, self.tables, self._slot_mapping = runs, tables, slot_mapping
         self.args = AttentionStepArgs(runs.ctypes.data, tables.ctypes.data, slot_mapping.data_ptr(), runs.shape[0])
-
-
-def serves(number_format: NumberFormat, device: torch.device | str) -> bool:
-    """Tell whether native attention computes rows of this format on this device, over any KV that goes with them."""
-    return torch.device(device).type == "cpu" and number_format.torch_dtype == torch.bfloat16 and load() is not None
 
 
 class NativeAttention:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..attention.native import serves
+from ..attention.native_formats import serves
 from ..models.config import ModelConfig
 from ..models.families import load_config, unread_fields
 from ..models.footprint import model_footprint

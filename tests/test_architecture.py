@@ -339,9 +339,9 @@ def test_importing_the_facade_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
 
 
-def test_an_engine_whose_ranks_are_processes_does_without_torch() -> None:
-    """Importing it would take a second or two of every start, and a hundred MB for as long as the engine lives."""
-    code = "import sys, moewe.runtime.engine_main; sys.exit('torch' in sys.modules)"
+def test_a_server_and_an_engine_whose_ranks_are_processes_do_without_torch() -> None:
+    """Importing it would take a second or two of every start, and a hundred MB for as long as each of them lives."""
+    code = "import sys, moewe.runtime.engine_main, moewe.server.http.serve; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ...attention.native import serves
+from ...attention.native_formats import serves
 from ...attention.tensor_parallel import HeadShare
 from ...models.config import ModelConfig
 from ...models.kernels.choice import KernelChoice, choose_kernels
@@ -26,7 +26,7 @@ def kernels_of(config: EngineConfig, model: ModelConfig, device: torch.device) -
 
 def attends_natively(config: EngineConfig, number_format: NumberFormat, device: torch.device) -> bool:
     """Tell whether attention runs in native kernels of a CPU."""
-    return config.parallel.kernels == "auto" and serves(number_format, device)
+    return config.parallel.kernels == "auto" and serves(number_format, device.type)
 
 
 def load_options(
