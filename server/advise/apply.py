@@ -70,18 +70,28 @@ def apply(tool: Mapping[str, Any]) -> int:
     query = "" if wanted is None else f"?topology={quote(wanted, safe='')}"
     change = _asked(url + query, target.headers, "POST", PLANNING_S, Change)
     put(f"{target.root}: from {short_name(change.before)} to {short_name(change.after)}, {plain(change.way)}\n")
+    try:
+        change = _ended(change, url, target.headers)
+    except KeyboardInterrupt:
+        print(f"\nthe change goes on without this command; GET {url} says how far it is", file=sys.stderr)
+        raise
+    if change.state != "done":
+        raise ChangeFailedError(f"{short_name(change.before)} goes on: {plain(change.reason)}")
+    put(f"{short_name(change.after)} runs after {change.seconds:.1f} s\n")
+    return 0
+
+
+def _ended(change: Change, url: str, headers: Mapping[str, str]) -> Change:
+    """Wait until a change has ended; return how."""
     while change.state == "running":
         time.sleep(POLL_S)
-        progress = _asked(url, target.headers, "GET", TIMEOUT_S, _Progress)
+        progress = _asked(url, headers, "GET", TIMEOUT_S, _Progress)
         if progress.change is None or progress.change.after != change.after:
             raise NoAnswerError(f"{url} knows nothing of the change any more: was the server restarted?")
         if sys.stderr.isatty() and progress.change.turn != change.turn:
             print(f"turn {progress.change.turn} of {progress.change.turns}", file=sys.stderr)
         change = progress.change
-    if change.state != "done":
-        raise ChangeFailedError(f"{short_name(change.before)} goes on: {plain(change.reason)}")
-    put(f"{short_name(change.after)} runs after {change.seconds:.1f} s\n")
-    return 0
+    return change
 
 
 def _asked(url: str, headers: Mapping[str, str], method: str, timeout: float, kind: type[_Answer]) -> _Answer:

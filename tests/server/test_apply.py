@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -34,7 +35,9 @@ def with_changer(**options: Any) -> ServerState:
     return state
 
 
-def test_the_command_waits_for_the_end_and_says_how_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_waits_for_the_end_and_says_how_it_was(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     change = {"before": "EP2DP2", "after": "EP4DP1", "way": "beside", "turns": 1, "turn": 1, "state": "done",
               "reason": "", "seconds": 9.5}  # fmt: skip
     pages = Pages()
@@ -43,6 +46,10 @@ def test_the_command_waits_for_the_end_and_says_how_it_was(capsys: pytest.Captur
         pages.by_path["/v1/topology/apply"] = (200, json.dumps({"change": change}).encode())
         assert apply({"url": (root,), "topology": "EP4DP1"}) == 0
         assert capsys.readouterr().out.endswith("from EP2DP2 to EP4DP1, beside\nEP4DP1 runs after 9.5 s\n")
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr("moewe.server.advise.apply.time.sleep", Mock(side_effect=KeyboardInterrupt))
+            apply({"url": (root,), "topology": "EP4DP1"})
+        assert "goes on without this command; GET " in capsys.readouterr().err
         failed = change | {"state": "failed", "reason": "no \x1b[2J room"}
         pages.by_path["/v1/topology/apply"] = (200, json.dumps({"change": failed}).encode())
         with pytest.raises(ChangeFailedError, match=r"^EP2DP2 goes on: no \?\[2J room$"):
