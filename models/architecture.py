@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ..quant import FP8_BLOCK, MXFP4, MXFP4_SCHEME, Quantization, QuantScheme, parse_format, parse_kv_format
 from ..quant.schemes import SCHEMES, weight_scheme
-from ..topologies.planner.architecture import BF16, FP4, FP8, PAYLOAD_ITEMSIZES, Architecture, Scores
+from ..topologies.planner.architecture import BF16, FP4, FP8, INT8, PAYLOAD_ITEMSIZES, Architecture, Scores
 from .config import ConfigError, ModelConfig
 from .footprint import matrix_numbers, model_footprint
 from .parameters import (
@@ -100,7 +100,7 @@ def _precisions(config: ModelConfig, weights: str) -> tuple[str, str]:
     if weights == NVFP4:
         return BF16, FP4
     if weights in SCHEMES:
-        return FP8, FP8  # int8 runs at the rate of fp8
+        return INT8, INT8  # int4 as well: it is unpacked to int8
     if config.quantization is None:
         return BF16, BF16
     # gpt-oss multiplies MXFP4 weights with bf16 activations (its model card); blocks of fp8 meet fp8 activations.

@@ -14,9 +14,9 @@ from ..footprint import ModelFootprint
 
 # What a matrix product runs in. A weight of four bits is multiplied at the rate of fp8 or bf16 where a machine has no
 # faster one (hardware.py).
-BF16, FP8, FP4 = "bf16", "fp8", "fp4"
-PRECISIONS = (BF16, FP8, FP4)
-PAYLOAD_ITEMSIZES = {BF16: 2.0, FP8: 1 + 4 / 128, FP4: 0.5 + 1 / 16}
+BF16, FP8, FP4, INT8 = "bf16", "fp8", "fp4", "int8"
+PRECISIONS = (BF16, FP8, FP4, INT8)
+PAYLOAD_ITEMSIZES = {BF16: 2.0, FP8: 1 + 4 / 128, FP4: 0.5 + 1 / 16, INT8: 1 + 4 / 128}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Architecture:
 
     @property
     def payload_itemsize(self) -> float:
-        """Bytes of an element that goes into experts: fp8 with an f32 a 128 of them, nvfp4 with an fp8 a 16."""
+        """Bytes of an element that goes into experts: fp8 and int8 with an f32 a 128 of them, nvfp4 with an fp8 a 16."""
         return PAYLOAD_ITEMSIZES[self.ffn_precision]
 
     @property

@@ -15,13 +15,13 @@ from typing import Any
 from ..machine import HOST_CEILINGS
 from ..spec import TopologyError
 from ..yaml_file import parse_yaml_mapping, read_yaml_mapping
-from .architecture import BF16, FP4, FP8
+from .architecture import BF16, FP4, FP8, INT8
 
 LOCAL = "local"
 _FOLDER = Path(__file__).resolve().parents[1] / "hardware"
 _EXAMPLE = "memory_bandwidth: {value: 4.8e+12, source: data sheet}"
 RANKS, EXPERTS = "ranks", "experts"
-_OPTIONAL = ("fp8_flops", "fp4_flops", "power_watts")
+_OPTIONAL = ("fp8_flops", "fp4_flops", "int8_flops", "power_watts")
 # Above any machine of the table by orders of magnitude: a figure in another unit stands out.
 _MOST = 1e18
 
@@ -36,7 +36,7 @@ class Hardware:
         preliminary: some figures are not final.
         memory_bytes: what the driver shows.
         memory_bandwidth: of its data sheet, or measured.
-        bf16_flops, fp8_flops, fp4_flops: dense products; 0 where it has none of that kind.
+        bf16_flops, fp8_flops, fp4_flops, int8_flops: dense products; 0 where it has none of that kind.
         scale_up_bandwidth, scale_up_size: of the fast links, and how many devices they join (a domain).
         scale_out_bandwidth: to devices of other domains.
         power_watts: of the device; 0 where nobody says it.
@@ -66,16 +66,18 @@ class Hardware:
     decode_copies: str
     fp8_flops: float = 0.0
     fp4_flops: float = 0.0
+    int8_flops: float = 0.0
     power_watts: float = 0.0
     preliminary: bool = False
     is_shared: bool = False
     sources: tuple[tuple[str, str], ...] = ()
 
     def flops(self, precision: str) -> float:
-        """Return the rate of products in `precision`, or in the widest narrower than bf16 that there is."""
-        rates = {BF16: (self.bf16_flops,), FP8: (self.fp8_flops, self.bf16_flops)}
-        rates[FP4] = (self.fp4_flops, *rates[FP8])
-        return next(rate for rate in rates[precision] if rate)
+        """Return the rate of products in `precision`, or in a wider one where it has none, or where that is faster."""
+        rates = {BF16: (self.bf16_flops,), FP8: (self.bf16_flops, self.fp8_flops)}
+        rates[FP4] = (*rates[FP8], self.fp4_flops)
+        rates[INT8] = (self.bf16_flops, self.int8_flops)  # B300 has less of int8 than of bf16
+        return max(rates[precision])
 
     @property
     def domain_size(self) -> int:
@@ -99,7 +101,7 @@ def local_host(
         memory_bytes=memory_bytes,
         memory_bandwidth=memory_bandwidth,
         bf16_flops=bf16_flops,
-        fp8_flops=int8_flops,
+        int8_flops=int8_flops,
         scale_up_bandwidth=within.bandwidth,
         scale_up_size=cores,
         scale_out_bandwidth=between.bandwidth,

@@ -8,12 +8,12 @@ import pytest
 import yaml
 
 from moewe.topologies import TopologyError
-from moewe.topologies.planner.hardware import FIGURES, hardware_names, load_hardware
+from moewe.topologies.planner.hardware import FIGURES, hardware_names, load_hardware, local_host
 
 EXPECTED = {
     "a100", "b200", "b300", "gb200-nvl72", "gb300-nvl72", "h100", "h20", "h200", "h800", "mi300x", "vr-nvl72",
 }  # fmt: skip
-GOOD = {figure: {"value": 1.0, "source": "a data sheet"} for figure in FIGURES if not figure.startswith("fp")} | {
+GOOD = {figure: {"value": 1.0, "source": "a data sheet"} for figure in FIGURES if figure not in ("fp8_flops", "fp4_flops", "int8_flops")} | {
     "decode_copies": {"value": "ranks", "source": "a guess"}
 }
 
@@ -36,8 +36,12 @@ def test_every_figure_has_a_source_and_a_plausible_size(name: str) -> None:
 
 def test_narrow_products_fall_back_to_wider_ones() -> None:
     a100, h200 = load_hardware("a100"), load_hardware("h200")
-    assert a100.flops("fp4") == a100.flops("fp8") == a100.bf16_flops
+    assert a100.flops("fp4") == a100.flops("fp8") == a100.bf16_flops < a100.flops("int8")
     assert h200.flops("fp4") == h200.fp8_flops
+    b300 = load_hardware("b300")
+    assert b300.int8_flops < b300.flops("int8") == b300.bf16_flops, "nobody takes the slower product"
+    host = local_host(cores=2, memory_bytes=1e9, memory_bandwidth=1e9, bf16_flops=1e9, int8_flops=2e9)
+    assert host.flops("int8") == 2e9 and host.flops("fp8") == 1e9, "a CPU multiplies fp8 weights in bf16"
 
 
 def written(folder: Path, **changes: object) -> str:
