@@ -89,7 +89,8 @@ def _table(points: list[dict[str, Any]]) -> list[str]:
         if priced:
             line += f"{point['price_per_million_output_tokens']:>14,.3f}  "
         lines.append(f"{line}{_short(point['layout'])} {point['weights']}")
-    lines.append("  (output tokens over all GPUs that there are; output tokens of one user)")
+    note = "output tokens over all GPUs that there are; output tokens of one user"
+    lines.append(f"  ({note}{'; money of GPUs that the layout uses' * priced})")
     return lines
 
 

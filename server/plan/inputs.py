@@ -28,7 +28,7 @@ from ...topologies.hardware import available_memory_bytes, host_cores, host_memo
 from ...topologies.layout import Layout, load_layout
 from ...topologies.machine import HOST_CEILINGS, Machine
 from ...topologies.planner.architecture import Architecture
-from ...topologies.planner.hardware import LOCAL, Hardware, load_hardware, local_host
+from ...topologies.planner.hardware import FIGURES, LOCAL, Hardware, load_hardware, local_host
 from ...topologies.planner.pools import CHUNK, UTILIZATION
 from ...topologies.planner.routing import Popularity, measured, parse_popularity
 from ...topologies.planner.search import Targets
@@ -56,6 +56,7 @@ class Asked:
         chunk: rows of prompts in a step on an attention replica.
         utilization: of a device's memory.
         price, watts: of a device; None where nobody says it.
+        settings: flags that say how to plan, as they were given or taken.
         links: what exchanges of layouts took on this host, as ranks measured them; none where it is another machine.
     """
 
@@ -72,6 +73,7 @@ class Asked:
     utilization: float
     price: float | None
     watts: float | None
+    settings: dict[str, Any]
     links: tuple[LayoutLink, ...] = ()
 
     @property
@@ -122,20 +124,32 @@ def read_asked(tool: Mapping[str, Any]) -> Asked:
         raise TopologyError(
             f"--topology {tool['topology']!r} has {layout.num_ranks:,} ranks; a plan takes up to {MOST_RANKS:,}"
         )
+    price, watts = tool.get("price"), tool.get("power", hardware.power_watts or None)
+    popularity, overlap = tool.get("popularity", "uniform"), bool(tool.get("overlap"))
     return Asked(
         models=models,
         checked=checked,
         hardware=hardware,
         workload=parse_workload(tool.get("workload", "")),
-        popularity=read_popularity(tool.get("popularity", "uniform"), config),
+        popularity=read_popularity(popularity, config),
         num_gpus=tool.get("gpus", hardware.domain_size) if searches else 0,
         targets=Targets(ttft=_seconds(tool, "max_ttft"), tpot=_seconds(tool, "max_tpot")),
         layout=layout,
-        overlap=bool(tool.get("overlap")),
+        overlap=overlap,
         chunk=chunk,
         utilization=utilization,
-        price=tool.get("price"),
-        watts=tool.get("power", hardware.power_watts or None),
+        price=price,
+        watts=watts,
+        settings={
+            "weights": formats,
+            "kv_cache_dtype": kv,
+            "popularity": popularity,
+            "overlap": overlap,
+            "max_num_batched_tokens": chunk,
+            "gpu_memory_utilization": utilization,
+            "price_of_gpu_hour": price,
+            "watts_of_gpu": watts,
+        },
         links=recall("cpu") if key == LOCAL else (),
     )
 
@@ -180,17 +194,23 @@ def local_hardware() -> Hardware:
     """Return this host as it measures now: memory and products of all cores."""
     cores = host_cores()
     rate = measure_matrix_rate(cores)
-    measured = (("memory_bandwidth", "measured now"), ("bf16_flops", "measured now" if rate else "assumed"))
-    return replace(
-        local_host(
-            cores=cores,
-            memory_bytes=float(host_memory_bytes()),
-            memory_bandwidth=measure_read_bandwidth(cores, available_memory_bytes(), _FILL_SECONDS).bytes_per_second,
-            bf16_flops=rate.bf16 if rate else HOST_CEILINGS.flops,
-            int8_flops=rate.int8 if rate else 0.0,
-        ),
-        sources=measured,
+    host = local_host(
+        cores=cores,
+        memory_bytes=float(host_memory_bytes()),
+        memory_bandwidth=measure_read_bandwidth(cores, available_memory_bytes(), _FILL_SECONDS).bytes_per_second,
+        bf16_flops=rate.bf16 if rate else HOST_CEILINGS.flops,
+        int8_flops=rate.int8 if rate else 0.0,
     )
+    of_products = "measured now" if rate else "assumed"
+    known = {
+        "memory_bytes": "what the system lets this process use",
+        "memory_bandwidth": "measured now",
+        "bf16_flops": of_products,
+        "int8_flops": of_products,
+        "scale_up_size": "cores that this process may use",
+    }
+    guess = "assumed, by orders of magnitude; what ranks measured of an exchange goes before it"
+    return replace(host, sources=tuple((name, known.get(name, guess)) for name in FIGURES if getattr(host, name)))
 
 
 def _check_search(tool: Mapping[str, Any], searches: bool, formats: int) -> None:

@@ -45,6 +45,7 @@ def given_record(asked: Asked) -> dict[str, Any]:
         },
         "hardware": hardware_record(asked.hardware),
         "measured_exchange": "; ".join(links) or None,
+        "settings": asked.settings,
         "workload": {
             "isl": workload.isl,
             "osl": workload.osl,
@@ -109,10 +110,12 @@ def step_record(step: StepTime) -> dict[str, Any]:
                 "bytes": part.num_bytes,
                 "flops": part.flops,
                 "seconds": part.seconds,
+                "compute_seconds": part.computing,
                 "binds": part.binds,
             }
             for part in step.parts
         ],
+        "compute_seconds": step.computing,
         "hidden_seconds": step.hidden_seconds,
         "memory_saturation": step.saturation,
         "binds": step.binds,

@@ -21,7 +21,10 @@ def plan_text(plan: dict[str, Any]) -> str:
         f"{hardware['name']}: {hardware['title']}{note}",
         f"workload: {workload['isl']:,} tokens in, {workload['osl']:,} out, {workload['concurrency']:,} requests at "
         f"once" + (f", {workload['prefix_hit_share']:.0%} of prompts in the prefix cache" * bool(
-            workload["prefix_hit_share"])),
+            workload["prefix_hit_share"])) + (
+            f", {workload['drafts']} drafts a step accepted with {workload['draft_acceptance']:g}"
+            if workload["drafts"] else ""),
+        _formats(plan["settings"]),
         "",
     ]  # fmt: skip
     for name, pool in plan["pools"].items():
@@ -29,6 +32,15 @@ def plan_text(plan: dict[str, Any]) -> str:
     return (
         "\n".join([*lines, *_step_lines(plan["decode_step"], plan["served"]), "", *_served_lines(plan["served"])])
         + "\n"
+    )
+
+
+def _formats(settings: dict[str, Any]) -> str:
+    """Return what bytes and rows were taken to be."""
+    overlap = ", exchanges under experts" if settings["overlap"] else ""
+    return (
+        f"planned with weights {', '.join(settings['weights'])}, KV {settings['kv_cache_dtype']}, experts popular: "
+        f"{settings['popularity']}{overlap}"
     )
 
 
@@ -59,6 +71,13 @@ def _step_lines(step: dict[str, Any], served: dict[str, Any]) -> list[str]:
         computed = f"{part['flops'] / 1e9:>10,.1f} GFLOP" if part["flops"] else " " * 16
         share = part["seconds"] / step["seconds"]
         lines.append(f"  {part['name']:20}{_ms(part['seconds']):>11} {share:>5.0%} {moved} {computed}  {part['binds']}")
+    if step["compute_seconds"]:
+        share = step["compute_seconds"] / step["seconds"]
+        flops = sum(part["flops"] for part in step["parts"])
+        lines.append(
+            f"  {'FLOPs of all these':20}{_ms(step['compute_seconds']):>11} {share:>5.0%} {'':11} "
+            f"{flops / 1e9:>10,.1f} GFLOP"
+        )
     if step["hidden_seconds"]:
         lines.append(f"  {'hidden by overlap':20}{'-' + _ms(step['hidden_seconds']):>11}")
     return lines

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from moewe.moe.wide_ep.balancing.load_file import ExpertLoad, write_load
 from moewe.server.cli import main as cli
 from moewe.server.plan import inputs
 from moewe.topologies.exchange_cost import ExchangeCost, LayoutLink
-from moewe.topologies.planner.hardware import local_host
+from moewe.topologies.planner.hardware import FIGURES, local_host
 from tests.support.fixtures import checkpoint, copy_checkpoint
 
 
@@ -63,6 +64,13 @@ def test_a_plan_as_json_has_sources_and_adds_up(capfd: pytest.CaptureFixture[str
     assert all(figure["source"] for figure in plan["hardware"]["figures"].values())
     step = plan["decode_step"]
     assert sum(part["seconds"] for part in step["parts"]) - step["hidden_seconds"] == pytest.approx(step["seconds"])
+    attention = next(part for part in step["parts"] if part["name"] == "attention weights")
+    # Of bf16 products GB200 does 2.5e15 a second, and reaches 0.6 of them.
+    assert attention["compute_seconds"] == pytest.approx(attention["flops"] / 1.5e15)
+    assert step["compute_seconds"] == pytest.approx(sum(part["compute_seconds"] for part in step["parts"]))
+    said = plan["settings"]
+    assert (said["weights"], said["kv_cache_dtype"], said["popularity"]) == (["nvfp4"], "fp8", "uniform")
+    assert said["watts_of_gpu"] == 1200 and said["price_of_gpu_hour"] is None
     budget = plan["pools"]["serve"]["budget"]
     assert sum(line["bytes"] for line in budget["lines"]) == budget["total_bytes"] <= budget["rank_memory_bytes"]
     served = plan["served"]
@@ -110,6 +118,15 @@ def test_this_host_takes_for_an_exchange_what_was_measured_of_that_layout(
     assert after["measured_exchange"].startswith("shm takes 250.00 ms a layer")
     wider = record(capfd, words[0], "--topology", "EP4DP1", *words[3:])
     assert wider["measured_exchange"].startswith("shm takes 9000.00 ms a layer")
+
+
+def test_every_figure_of_this_host_says_where_it_is_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "measure_matrix_rate", lambda cores: None)
+    monkeypatch.setattr(inputs, "measure_read_bandwidth", lambda *limits: SimpleNamespace(bytes_per_second=1e10))
+    host = inputs.local_hardware()
+    sources = dict(host.sources)
+    assert set(sources) == {name for name in FIGURES if getattr(host, name)}
+    assert (sources["memory_bandwidth"], sources["bf16_flops"]) == ("measured now", "assumed")
 
 
 def test_pools_for_prompts_and_for_decoding(capfd: pytest.CaptureFixture[str]) -> None:

@@ -27,9 +27,8 @@ def what_ran(facts: Facts, seen: Observation) -> str:
 def change(facts: Facts, seen: Observation, found: Candidate, ranking: Ranking) -> str:
     """Return why to change to `found`, and what that takes."""
     name = parse_topology(found.topology).short()
-    text = (
-        f"{what_ran(facts, seen)}; {name} {_difference(found, ranking.here)}: {1 + found.gain:.2f} times the tokens/s"
-    )
+    text = f"{what_ran(facts, seen)}; {name} {_difference(facts, found, ranking.here)}"
+    text += f": {1 + found.gain:.2f} times the tokens/s"
     if not found.is_measured:
         text += ", as far as a link that nobody measured is as assumed"
     return f"{text}; {_cost(found)}"
@@ -39,8 +38,8 @@ def exchange_bound(facts: Facts, seen: Observation, wider: Candidate, ranking: R
     """Return why the wider layout `wider` does not help."""
     name = parse_topology(wider.topology).short()
     return (
-        f"{what_ran(facts, seen)}; wider would not help: bound by exchange, {name} {_difference(wider, ranking.here)}, "
-        f"{1 + wider.gain:.2f} times the tokens/s"
+        f"{what_ran(facts, seen)}; wider would not help: bound by exchange, {name} "
+        f"{_difference(facts, wider, ranking.here)}, {1 + wider.gain:.2f} times the tokens/s"
     )
 
 
@@ -63,15 +62,21 @@ def _cost(found: Candidate) -> str:
     return f"the change needs a restart of about {found.change_s:.0f} s, as nobody would serve meanwhile"
 
 
-def _difference(found: Candidate, here: Candidate) -> str:
-    """Return what a layout does otherwise than the one that runs."""
+def _difference(facts: Facts, found: Candidate, here: Candidate) -> str:
+    """Return what a layout does otherwise than the one that runs.
+
+    Ranks of a host share its memory: where their number changes, what all of them read decides.
+    """
     said = []
-    if found.routed_ratio < 0.98 or found.routed_ratio > 1.02:
+    ranks = parse_topology(found.topology).num_ranks / parse_topology(here.topology).num_ranks
+    of_all = facts.machine.is_shared and ranks != 1
+    ratio = found.routed_ratio * ranks if of_all else found.routed_ratio
+    if ratio < 0.98 or ratio > 1.02:
         low, high = _HALF
-        is_half = low < found.routed_ratio < high
-        said.append(
-            "halves routed bytes a rank" if is_half else f"reads {found.routed_ratio:.2f} times the routed bytes"
-        )
+        if low < ratio < high:
+            said.append(f"halves routed bytes {'of all ranks' if of_all else 'a rank'}")
+        else:
+            said.append(f"reads {ratio:.2f} times the routed bytes{' with all ranks' * of_all}")
     if found.between_share > here.between_share + 0.005:
         said.append(f"adds {found.between_share - here.between_share:.0%} of a step between domains")
     elif abs(found.exchange_share - here.exchange_share) >= 0.005:

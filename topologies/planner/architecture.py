@@ -76,7 +76,7 @@ class Architecture:
 
     @property
     def payload_itemsize(self) -> float:
-        """Bytes of an element that goes into experts: fp8 and int8 with an f32 a 128 of them, nvfp4 with an fp8 a 16."""
+        """Bytes of an element sent to experts: fp8 and int8 with an f32 a 128, nvfp4 with an fp8 a 16 of them."""
         return PAYLOAD_ITEMSIZES[self.ffn_precision]
 
     @property

@@ -170,7 +170,8 @@ def decode_step(setting: Setting, workload: Workload, batch: float, chunk: float
     if not workload.drafts:
         return step
     share = workload.drafts / setting.model.footprint.num_layers / (1 + workload.drafts)
-    drafts = replace(step.parts[0], name="drafts", num_bytes=0, flops=0, seconds=step.seconds * share)
+    spent, computing = step.seconds * share, step.computing * share
+    drafts = replace(step.parts[0], name="drafts", num_bytes=0, flops=0, seconds=spent, computing=computing)
     return replace(step, parts=(*step.parts, drafts))
 
 

@@ -133,13 +133,17 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One part of a step: what it moves, what it computes, how long it takes and what binds it."""
+    """One part of a step: what it moves, what it computes, how long it takes and what binds it.
+
+    Of `seconds`, `computing` go into FLOPs.
+    """
 
     name: str
     num_bytes: float
     flops: float
     seconds: float
     binds: str
+    computing: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +164,11 @@ class StepTime:
     def seconds(self) -> float:
         """The step."""
         return sum(part.seconds for part in self.parts) - self.hidden_seconds
+
+    @property
+    def computing(self) -> float:
+        """Seconds of FLOPs, in whatever part."""
+        return sum(part.computing for part in self.parts)
 
     @property
     def saturation(self) -> float:
@@ -228,7 +237,9 @@ def _part(setting: Setting, name: str, num_bytes: float, flops: float, precision
     """Return products whose weights are read once, and then multiplied."""
     reading, computing = num_bytes / setting.bandwidth, flops / setting.rate(precision)
     binds = COMPUTE if computing > reading else MEMORY
-    return Part(name=name, num_bytes=num_bytes, flops=flops, seconds=reading + computing, binds=binds)
+    return Part(
+        name=name, num_bytes=num_bytes, flops=flops, seconds=reading + computing, binds=binds, computing=computing
+    )
 
 
 def _scores(setting: Setting, rows: Rows) -> Part:

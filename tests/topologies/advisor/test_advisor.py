@@ -169,6 +169,16 @@ def test_a_window_without_a_winner_breaks_a_streak(quiet: dict[str, float]) -> N
     assert "leads in 1 of 3 windows" in said[3].reason
 
 
+def test_a_host_reads_with_all_its_ranks_and_the_reason_says_so() -> None:
+    """Two replicas read the experts twice; one rank alone reads a little more than either of them did."""
+    known = facts("EP1DP2[adp=1,atp=1,red=0]", [])
+    machine = replace(known.machine, num_devices=2, domain_size=2, domains=(), is_shared=True)
+    advisor = Advisor(replace(known, machine=machine))
+    said = [advisor.observe(window(advisor.facts, rows=16)) for _ in range(3)][-1]
+    assert said.advised.startswith("EP1DP1") and said.candidates[0].routed_ratio > 1
+    assert "EP1DP1 reads 0.67 times the routed bytes with all ranks: 1.52 times the tokens/s" in said.reason
+
+
 def test_layouts_without_room_are_out_and_say_why() -> None:
     known = facts(INSIDE, [SHM, crossing(1e-3, "")])
     small = replace(known, machine=replace(known.machine, memory_bytes=2 * GIB))

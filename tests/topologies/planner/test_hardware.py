@@ -13,9 +13,11 @@ from moewe.topologies.planner.hardware import FIGURES, hardware_names, load_hard
 EXPECTED = {
     "a100", "b200", "b300", "gb200-nvl72", "gb300-nvl72", "h100", "h20", "h200", "h800", "mi300x", "vr-nvl72",
 }  # fmt: skip
-GOOD = {figure: {"value": 1.0, "source": "a data sheet"} for figure in FIGURES if figure not in ("fp8_flops", "fp4_flops", "int8_flops")} | {
-    "decode_copies": {"value": "ranks", "source": "a guess"}
-}
+GOOD = {
+    figure: {"value": 1.0, "source": "a data sheet"}
+    for figure in FIGURES
+    if figure not in ("fp8_flops", "fp4_flops", "int8_flops")
+} | {"decode_copies": {"value": "ranks", "source": "a guess"}}
 
 
 def test_the_table_has_what_it_should() -> None:
