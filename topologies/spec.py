@@ -144,9 +144,9 @@ def parse_topology(text: str, *, dialect: str | None = None) -> Topology:
         return _parse_foreign(text, head, fields, dialect)
     match = _SHORT.fullmatch(head)
     if match is None and (long := re.search(r"[0-9]{8,}", head)) is not None:
-        raise TopologyError(f"topology {head[:60]!r}: {long[0][:40]} is not a number of ranks; use up to 7 digits")
+        raise TopologyError(f"topology {shown(head)}: {long[0][:40]} is not a number of ranks; use up to 7 digits")
     if match is None:
-        raise TopologyError(f"topology {text.strip()!r} is not of the form EPxDPy; {_suggestion(head)}")
+        raise TopologyError(f"topology {shown(text)} is not of the form EPxDPy; {_suggestion(head)}")
     topology = make_topology(
         int(match[1]), int(match[2]), adp=fields.get("adp"), atp=fields.get("atp"), red=fields.get("red", 0)
     )
@@ -157,31 +157,41 @@ def parse_topology(text: str, *, dialect: str | None = None) -> Topology:
     )
 
 
+def shown(text: str) -> str:
+    """Return a text that was given, in quotes and no longer than a line."""
+    text = text.strip()
+    return repr(text if len(text) <= 100 else f"{text[:100]}...")
+
+
 def _split(text: str) -> tuple[str, dict[str, Any]]:
     """Return what stands before the brackets, and the fields within them."""
     head, bracket, rest = text.strip().partition("[")
     if not bracket:
         return head.strip(), {}
     if not rest.endswith("]"):
-        raise TopologyError(f"topology {text!r} has an open bracket; write it like EP2DP1[adp=2,atp=1,red=0]")
+        raise TopologyError(f"topology {shown(text)} has an open bracket; write it like EP2DP1[adp=2,atp=1,red=0]")
     fields: dict[str, Any] = {}
     for item in rest[:-1].split(","):
         key, _, value = (part.strip().lower() for part in item.partition("="))
         if key not in _OWN_KEYS + _LATER_KEYS:
-            raise TopologyError(f"topology {text!r} has the unknown field {key!r}; known are {', '.join(_OWN_KEYS)}")
+            raise TopologyError(
+                f"topology {shown(text)} has the unknown field {key!r}; known are {', '.join(_OWN_KEYS)}"
+            )
         if key in fields:
-            raise TopologyError(f"topology {text!r} gives {key} twice; give it once")
+            raise TopologyError(f"topology {shown(text)} gives {key} twice; give it once")
         if key == "domains":
             if not _SIZES.fullmatch(value):
-                raise TopologyError(f"topology {text!r} has domains={value!r}; write their sizes like domains=2+2")
+                raise TopologyError(f"topology {shown(text)} has domains={value!r}; write their sizes like domains=2+2")
             fields[key] = tuple(map(int, value.split("+")))
             continue
         if not re.fullmatch(r"[0-9]{1,7}", value):
-            raise TopologyError(f"topology {text!r} has {key}={value!r}; use a whole number")
+            raise TopologyError(f"topology {shown(text)} has {key}={value!r}; use a whole number")
         fields[key] = int(value)
     for key in _LATER_KEYS:
         if fields.pop(key, 1) != 1:
-            raise TopologyError(f"topology {text!r} asks for {key} above 1, which is not available; leave {key} out")
+            raise TopologyError(
+                f"topology {shown(text)} asks for {key} above 1, which is not available; leave {key} out"
+            )
     return head.strip(), fields
 
 
@@ -191,23 +201,27 @@ def _parse_foreign(text: str, head: str, fields: dict[str, Any], dialect: str) -
     while match := _FOREIGN.match(head, position):
         key, position = match[1].upper(), match.end()
         if key in sizes:
-            raise TopologyError(f"topology {text!r} gives {key} twice; give it once")
+            raise TopologyError(f"topology {shown(text)} gives {key} twice; give it once")
         sizes[key] = int(match[2])
     if position != len(head) or "EP" not in sizes:
-        raise TopologyError(f"topology {text!r} is not of the form EPxDPy with --dialect {dialect}; example: EP8DP8")
+        raise TopologyError(
+            f"topology {shown(text)} is not of the form EPxDPy with --dialect {dialect}; example: EP8DP8"
+        )
     if set(fields) - {"red"}:
-        raise TopologyError(f"topology {text!r}: with --dialect {dialect} DP and TP say adp and atp; leave those out")
+        raise TopologyError(
+            f"topology {shown(text)}: with --dialect {dialect} DP and TP say adp and atp; leave those out"
+        )
     ep, adp = sizes["EP"], sizes.get("DP", 1)
     if ep < 1 or adp < 1 or ep % adp:
         raise TopologyError(
-            f"topology {text!r}: with --dialect {dialect} DP counts attention replicas inside the group, "
+            f"topology {shown(text)}: with --dialect {dialect} DP counts attention replicas inside the group, "
             f"so DP{adp} must divide EP{ep}; for replicas of whole groups leave --dialect out"
         )
     # SGLang's TP is the width of the whole group, vLLM's the share of one attention replica.
     expected_tp = ep if dialect == "sglang" else ep // adp
     if sizes.get("TP", expected_tp) != expected_tp:
         raise TopologyError(
-            f"topology {text!r}: with --dialect {dialect} EP{ep} and DP{adp} go with TP{expected_tp}, "
+            f"topology {shown(text)}: with --dialect {dialect} EP{ep} and DP{adp} go with TP{expected_tp}, "
             f"not TP{sizes['TP']}; write TP{expected_tp} or leave it out"
         )
     return make_topology(ep, 1, adp=adp, red=fields.get("red", 0))

@@ -9,9 +9,11 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ...topologies.advisor.records import OBSERVING
+from ..errors import invalid
 from ..state import ServerState
 
 
@@ -23,7 +25,12 @@ def add_advice_routes(app: FastAPI, state: ServerState) -> None:
         return JSONResponse(advice_view(state))
 
     @app.post("/v1/topology/apply")
-    async def apply(topology: str | None = None) -> Response:
+    async def apply(request: Request, topology: str | None = None) -> Response:
+        # Whoever names a layout where nobody reads it must not get the advised one instead.
+        if others := [name for name in request.query_params if name != "topology"]:
+            raise invalid(f"{others[0][:40]!r} is no parameter of this path; use topology=EPxDPy", "topology")
+        if (await request.body()).strip() not in (b"", b"{}"):
+            raise invalid("a body is not read here; name the layout in the URL: ?topology=EPxDPy", "topology")
         if state.layout_changer is None:
             state.require_ready()
         assert state.layout_changer is not None, "a server that is ready has replicas"

@@ -69,11 +69,18 @@ def test_nobody_changes_the_layout_of_a_server_that_does_not_allow_it() -> None:
     assert post(make_state(None), "/v1/topology/apply", {}).status_code == 503
 
 
+def test_a_layout_in_a_body_is_not_taken_for_none() -> None:
+    response = post(with_changer(allow_apply=True), "/v1/topology/apply", {"topology": "EP1DP2"})
+    assert response.status_code == 400 and "name the layout in the URL" in error_of(response)["message"]
+
+
 @pytest.mark.parametrize(
     ("query", "status", "why"),
     [
         ("", 409, "no other layout is advised"),
         ("?topology=EP2", 400, "EPxDPy"),
+        ("?topology=" + 9999 * "A", 400, 100 * "A" + "...' is not of the form"),
+        ("?topolgy=EP1DP2", 400, "'topolgy' is no parameter"),
         ("?topology=EP2DP1", 400, "runs already"),
     ],
 )
