@@ -138,8 +138,8 @@ class Engines:
 
 
 def prompts(number: int, length: int, vocab: int, seed: int) -> list[dict[str, list[int]]]:
-    """Return random prompts, others for every seed: none is found in the prefix cache."""
-    ids = np.random.default_rng(seed).integers(1, vocab, (number, length))
+    """Return random prompts, others for every call with other arguments: none is found in the prefix cache."""
+    ids = np.random.default_rng([number, length, seed]).integers(1, vocab, (number, length))
     return [{"prompt_token_ids": row} for row in ids.tolist()]
 
 
