@@ -46,6 +46,11 @@ def test_narrow_products_fall_back_to_wider_ones() -> None:
     assert host.flops("int8") == 2e9 and host.flops("fp8") == 1e9, "a CPU multiplies fp8 weights in bf16"
 
 
+@pytest.mark.parametrize(("name", "shown_mib"), [("h200", 143_771), ("b200", 183_359)])
+def test_memory_is_what_the_driver_shows(name: str, shown_mib: int) -> None:
+    assert shown_mib <= load_hardware(name).memory_bytes / 2**20 < 1.01 * shown_mib
+
+
 def written(folder: Path, **changes: object) -> str:
     path = folder / "own.yaml"
     path.write_text(yaml.safe_dump({key: value for key, value in (GOOD | changes).items() if value is not None}))
