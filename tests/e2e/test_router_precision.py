@@ -44,7 +44,7 @@ def test_experts_of_a_bf16_model_are_chosen_in_fp32(router_dtype):
         layer = group.workers[0].decoder._layers[1].moe
 
         def choose(rows):
-            return layer._choose(rows)[0].long().sort(-1).values  # one rank: slots are experts
+            return layer._choose(rows, None)[0].long().sort(-1).values  # one rank: slots are experts
 
         in_64s = torch.cat([choose(rows) for rows in x.split(64)])
         alone = torch.cat([choose(rows) for rows in x[:1024].split(1)])
