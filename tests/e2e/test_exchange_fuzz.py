@@ -22,7 +22,8 @@ from tests.support.setups import Setup
 
 pytestmark = [needs_native, pytest.mark.slow, pytest.mark.timeout(240)]
 
-STEPS = 2000
+# Ten thousand in all, the fewer of them the longer a step takes: ranks of the last one wait for emulated links.
+STEPS = {"threads": 2000, "shm": 4500, "all_to_all": 1250, "padded": 1250, "hierarchical": 1000}
 MOST_GROWTH = 64 << 20  # bytes, after a fifth of the steps: allocators keep what was once used
 TIGHT = Setup(dtype="bfloat16", num_blocks=14, block_size=4, max_num_batched_tokens=24, keep_logits=False, eplb="auto")
 WAYS = {
@@ -84,10 +85,11 @@ class Traffic:
 
 
 def fuzz(way: str, seed: int) -> list[Asked]:
-    """Run STEPS steps and what is left after them; return the requests that ran to their end."""
+    """Run the steps of a way and what is left after them; return the requests that ran to their end."""
+    steps = STEPS[way]
     with Group(checkpoint("T-QW3", dtype="bfloat16"), WAYS[way]) as group:
         traffic, sizes = Traffic(group, seed), []
-        for until in (STEPS // 5, STEPS):
+        for until in (steps // 5, steps):
             while len(group.steps) < until:
                 traffic.go_on()
                 group.step()
@@ -96,11 +98,11 @@ def fuzz(way: str, seed: int) -> list[Asked]:
         assert sizes[1] - sizes[0] < MOST_GROWTH
         outcomes = group.run()
         assert way in {step.exchange for step in group.steps}
-        assert group.num_preemptions > 20
+        assert group.num_preemptions > steps / 100
         stats = group.balancer.stats()
-        assert stats.rounds > 20 and not stats.failures
+        assert stats.rounds > steps / 100 and not stats.failures
         idle = sum(0 in step.rows for step in group.steps)
-        assert idle > STEPS / 20, "ranks were hardly ever idle"
+        assert idle > steps / 20, "ranks were hardly ever idle"
         assert all(outcome.error is None for outcome in outcomes.values())
         ended = {name: outcome for name, outcome in outcomes.items() if outcome.finish_reason == "length"}
         assert len(ended) + sum(o.finish_reason == "abort" for o in outcomes.values()) == len(outcomes)
@@ -111,7 +113,7 @@ def fuzz(way: str, seed: int) -> list[Asked]:
 def test_ten_thousand_steps_over_all_exchanges(way: str) -> None:
     setup = WAYS[way]
     asked = fuzz(way, seed=1)
-    assert len(asked) > 100
+    assert len(asked) > STEPS[way] / 20
     alone = replace(setup, num_blocks=1024, max_num_batched_tokens=512, overlap="off", eplb="off")
     if way != "hierarchical":  # which adds up inside of domains first
         alone = replace(alone, topology="EP1DP1", exchange="auto")
