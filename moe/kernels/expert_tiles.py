@@ -94,6 +94,8 @@ def pick_config(size: ProductSize, target: GpuTarget, *, batch_invariant: bool =
         block_k = min(block_k, 64)
     if size.scale_columns:
         block_k = min(block_k, size.scale_columns)
+    if size.bits == 32:  # no tensor core takes them: each thread holds its rows and columns of a tile in registers
+        block_k = 16
     return ProductConfig(
         persistent=persistent,
         block_m=block_m,

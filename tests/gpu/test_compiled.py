@@ -81,3 +81,23 @@ def test_a_sample_compiles_to_what_is_recorded() -> None:
         assert {name: entry[name] for name in ("kernel", "target", "source")} == {
             name: record[key][name] for name in ("kernel", "target", "source")
         }
+
+
+@pytest.mark.slow
+def test_products_in_fp32_spill_no_register() -> None:
+    """They are in no published model's launches; `--batch-invariant` takes them for routers."""
+    code = (
+        "import json, torch;"
+        "from moewe.moe.kernels.linear import linear_launches;"
+        "from moewe.native.gpu import TARGETS, GpuKernels;"
+        "from moewe.native.gpu.compiling import compile_launch;"
+        "x, router = (torch.empty(rows, 4096, device='meta') for rows in (16, 128));"
+        "kernels = {target: GpuKernels(target=target, batch_invariant=True) for target in TARGETS.values()};"
+        "made = {t: compile_launch(linear_launches(x, router, None, kernels[t])[0][-1], t) for t in kernels};"
+        "print(json.dumps({target.name: code.stack_bytes for target, code in made.items()}))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, capture_output=True, text=True
+    )
+    assert json.loads(done.stdout) == {"sm_80": 0, "sm_90": 0, "sm_100": 0}

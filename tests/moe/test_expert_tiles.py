@@ -64,3 +64,9 @@ def _distributions(rows, slots):
             yield from ((first, *rest) for rest in _distributions(rows - first, slots - 1))
     if slots > 4:
         yield tuple(1 if slot < rows else 0 for slot in range(slots))
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_tiles_of_fp32_are_short_enough_for_registers(batch_invariant: bool) -> None:
+    for rows in (1, 300, 10**6):
+        assert pick_config(size(rows, bits=32), TARGETS[80], batch_invariant=batch_invariant).block_k == 16
