@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ class Record:
         part = self.path.with_suffix(".part")
         text = json.dumps(
             {
-                "key": self.key, "finished": self.finished, "seconds": round(self.seconds, 2),
+                "key": self.key, "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "finished": self.finished, "seconds": round(self.seconds, 2),
                 "results": self.results, "left_out": self.left_out,
             },
             indent=1,

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,13 @@ def test_a_failure_stops_nothing_and_is_tried_again(tmp_path: Path, clock: Clock
 def test_another_card_or_a_broken_file_begins_anew(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
     assert Record.open(tmp_path / "a.json", KEY).results == {}
+
+
+def test_a_record_says_when_it_was_written(tmp_path: Path) -> None:
+    before = datetime.now(UTC).replace(microsecond=0)
+    Record.open(tmp_path / "a.json", KEY).write()
+    written = datetime.fromisoformat(json.loads((tmp_path / "a.json").read_text())["date"])
+    assert before <= written <= datetime.now(UTC)
 
 
 def test_a_hash_follows_names_and_contents(tmp_path: Path) -> None:
