@@ -244,8 +244,7 @@ def _fit_host(
 
     budget = budget_at(limits, 0)
     groups = budget.kv_groups
-    one_sequence = kv_sizes.kv_bytes(groups, limits, kv_sizes.blocks_to_hold(groups, limits))
-    modest = max(host_memory_bytes() // CPU_KV_DIVISOR // topology.num_ranks, one_sequence)
+    modest = kv_sizes.modest_kv_bytes(groups, limits, host_memory_bytes() // CPU_KV_DIVISOR // topology.num_ranks)
     num_blocks = kv_blocks(cache, groups, limits, free_bytes=min(memory - budget.fixed_bytes, modest))
     longest = kv_sizes.longest_sequence(groups, limits, num_blocks)
     if 0 < longest < limits.max_model_len and not fixed:

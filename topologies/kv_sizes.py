@@ -137,6 +137,11 @@ def blocks_to_hold(groups: Sequence[KVGroup], limits: StepLimits) -> int:
     return max(sequence_blocks(g.kind, g.window, limits.max_model_len, limits.block_size) for g in groups)
 
 
+def modest_kv_bytes(groups: Sequence[KVGroup], limits: StepLimits, share: int) -> int:
+    """Return the bytes of KV that a rank of a host takes at most unasked: its `share`, or what one sequence needs."""
+    return max(share, kv_bytes(groups, limits, blocks_to_hold(groups, limits)))
+
+
 def longest_sequence(groups: Sequence[KVGroup], limits: StepLimits, num_blocks: int) -> int:
     """Return the longest sequence that N = `num_blocks` holds, prompt and output, at most `max_model_len` tokens."""
     blocks = group_blocks(groups, limits, num_blocks)

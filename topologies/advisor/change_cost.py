@@ -34,9 +34,7 @@ def budget_of(facts: Facts, topology: Topology, *, kept_bytes: int = 0) -> ByteB
     found = budget(facts.kv_bytes)
     if facts.kv_bytes is not None or facts.most_kv_bytes is None:
         return found
-    groups, limits = found.kv_groups, facts.limits
-    one_sequence = kv_sizes.kv_bytes(groups, limits, kv_sizes.blocks_to_hold(groups, limits))
-    most = max(facts.most_kv_bytes // topology.num_ranks, one_sequence)
+    most = kv_sizes.modest_kv_bytes(found.kv_groups, facts.limits, facts.most_kv_bytes // topology.num_ranks)
     return budget(most) if found.kv_bytes > most else found
 
 
