@@ -57,8 +57,10 @@ def cases(*, small: bool) -> list[Any]:
     """Return the cases of stage 1, the most important first."""
     from benchmarks.gpu_check_values import moe_cases
     from benchmarks.gpu_check_values_attention import attention_cases
+    from benchmarks.gpu_check_values_linear import linear_cases
 
-    return sorted([*moe_cases(small=small), *attention_cases(small=small)], key=lambda case: case.rank)
+    made = [*moe_cases(small=small), *attention_cases(small=small), *linear_cases(small=small)]
+    return sorted(made, key=lambda case: case.rank)
 
 
 def speeds() -> list[Any]:

@@ -120,7 +120,9 @@ def _route(model: str, tokens: int, place: Place, target: GpuTarget) -> Made:
     routing = shapes.routing
     logits = torch.randn(tokens, routing.num_experts, device=place.device)
     bias = torch.randn(routing.num_experts, device=place.device) * 0.1 if shapes.has_selection_bias else None
-    launch, chosen, slots = route_launch(logits, routing, bias)
+    slot_of = torch.randperm(routing.num_experts, device=place.device).to(torch.int32)
+    filled = torch.full((1,), tokens - 3, dtype=torch.int64, device=place.device)
+    launch, chosen, slots = route_launch(logits, routing, bias, slot_of, filled)
 
     def compare() -> Errors:
         want = route_reference(logits.cpu(), routing, None if bias is None else bias.cpu())
@@ -132,7 +134,9 @@ def _route(model: str, tokens: int, place: Place, target: GpuTarget) -> Made:
         error = float((weights - want.topk_weights)[agreed].abs().max())
         if error > ROUTING_WEIGHTS * routing.scaling_factor:
             raise AssertionError(f"a weight is {error:.1e} off")
-        same(slots, chosen.topk_ids, "slots")
+        wanted = slot_of[chosen.topk_ids.long()]
+        wanted[int(filled) :] = -1
+        same(slots, wanted, "slots")
         return {"max_error": error}
 
     return Made(launches=[launch], compare=compare)

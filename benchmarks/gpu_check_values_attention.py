@@ -26,8 +26,8 @@ from moewe.models.rotary import Angles, Rotary
 from moewe.native.gpu import GpuTarget
 
 MODELS = ("qwen3-30b-a3b", "gpt-oss-120b", "deepseek-v3", "glm-4.5", "mixtral-8x7b")
-# Runs (tokens before, rows), and how many of the first are decode: borders of splits and blocks, context.
-_RUNS = [(0, 1), (511, 1), (512, 1), (4199, 1), (0, 150), (1030, 70)], 4
+# Runs (tokens before, rows), and how many of the first are decode: borders of splits and blocks, long context.
+_RUNS = [(0, 1), (511, 1), (512, 1), (4199, 1), (32767, 1), (0, 150), (1030, 70)], 5
 _SMALL_RUNS = [(3, 1), (140, 1), (130, 6)], 2
 
 
