@@ -105,7 +105,7 @@ def _heads(rows: int, place: Place, target: GpuTarget) -> Made:
     def compare() -> Errors:
         with poisoned_memory():
             out = head_linear(x, weight, kernels)
-        return near(out, torch.einsum("thk,hnk->thn", x.double(), weight.double()), "bfloat16")
+        return near(out, torch.einsum("tlk,lnk->tln", x.double(), weight.double()), "bfloat16")
 
     return Made(launches=product_launches(by_head, counts, part, None, outputs, kernels)[0], compare=compare)
 
