@@ -70,7 +70,7 @@ class NullWorker:
             rank=self._start.rank, num_blocks=NUM_BLOCKS, weight_bytes=1, weight_bytes_read=1, pid=os.getpid()
         )
 
-    def allocate(self, num_blocks: int) -> KVAllocated:
+    def allocate(self, num_blocks: int) -> None:
         """Take blocks that hold nothing."""
         config = self._start.config
         self._batch = WorkerBatch(
@@ -79,6 +79,9 @@ class NullWorker:
             block_size=config.cache.block_size,
         )
         self._request_of = np.zeros(config.schedule.max_num_seqs, np.int64)
+
+    def warm_up(self) -> KVAllocated:
+        """Be warm."""
         return KVAllocated(rank=self._start.rank, memory_bandwidth=1e9)
 
     def run(self, header: StepHeader, plan: RankPlan, before_layers: Callable[[], None] | None = None) -> RankResult:

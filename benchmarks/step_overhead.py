@@ -64,6 +64,7 @@ def make_worker(folder: Path) -> Worker:
     )
     worker.load()
     worker.allocate(BLOCKS)
+    worker.warm_up()
     return worker
 
 

@@ -33,7 +33,9 @@ from .messages import (
     SHUTTING_DOWN,
     Abort,
     AllocateKV,
+    BeginServing,
     Capturing,
+    Compiled,
     Delta,
     Failed,
     KVAllocated,
@@ -49,6 +51,7 @@ from .messages import (
     Submit,
     ToEngine,
     TraceProgress,
+    WarmUp,
     refusal,
 )
 from .overlap import log_overlap, overlap_facts
@@ -59,12 +62,12 @@ from .processes.launch import EngineStart
 from .processes.workers import RankLost
 from .prompts import model_tokenizer
 from .ranges import moves_experts
+from .rank_parts import build_hub, build_worker
 from .reporter import StatsReporter
 from .scheduler import Scheduler
-from .start_up import check_blocks, stall_limits
+from .start_up import check_blocks, collective_timeout_s, stall_limits
 from .step_recorder import StepRecorder
 from .text_output import TextOutput
-from .worker_main import build_hub, build_worker
 
 log = logging.getLogger("moewe.runtime.engine_main")  # __name__ is __main__ in a process of its own
 
@@ -164,7 +167,7 @@ class EngineLoop:
         measuring: LinkMeasuring | None = None
         loaded: dict[int, Loaded] = {}
         allocated: dict[int, KVAllocated] = {}
-        num_blocks = 0
+        num_blocks = num_compiled = 0
         while measuring is None or not measuring.is_done:
             self._listen(group)
             if self._may_end_unready():
@@ -181,6 +184,10 @@ class EngineLoop:
                             for line in loaded[0].kernels:
                                 log.info("kernels: %s", line)
                             group.workers.broadcast(AllocateKV(num_blocks=num_blocks))
+                    case Compiled():
+                        num_compiled += 1
+                        if num_compiled == num_ranks:
+                            group.workers.broadcast(WarmUp())
                     case KVAllocated():
                         allocated[message.rank] = message
                         if len(allocated) == num_ranks:
@@ -206,8 +213,10 @@ class EngineLoop:
     def _all_warm(
         self, group: Group, ranks: Sequence[tuple[Loaded, KVAllocated]], num_blocks: int
     ) -> tuple[Ready, LinkMeasuring]:
-        """Return what is known of ranks that have said they are warm, and what is to be measured of their links."""
-        group.all_met(stall_limits(self._start, ranks))
+        """Let timers of serving begin, as all ranks are warm; return what is known, and what is to be measured."""
+        limits = stall_limits(self._start, ranks)
+        group.all_met(limits)
+        group.workers.broadcast(BeginServing(timeout_s=collective_timeout_s(limits)))
         assert self._reporter is not None
         self._reporter.cache_resident = any(warm.cache_resident for _, warm in ranks)
         config = self._start.config

@@ -234,13 +234,26 @@ class Stopped(Message, frozen=True, kw_only=True):
 
 # --- engine -> worker -------------------------------------------------------------------------------------------------
 class AllocateKV(Message, frozen=True, kw_only=True):
-    """Hold what `kv_layout` makes of `num_blocks` from now on (after `Loaded`; the engine takes the least of them)."""
+    """Hold what `kv_layout` makes of `num_blocks` from now on (after `Loaded`; the engine takes the least of them).
+
+    A rank also compiles what its steps need, without any other rank.
+    """
 
     num_blocks: int
 
 
+class WarmUp(Message, frozen=True, kw_only=True):
+    """Run steps with all other ranks, and capture them (after `Compiled` of all, so that none waits for a compiler)."""
+
+
+class BeginServing(Message, frozen=True, kw_only=True):
+    """All ranks are warm (after `KVAllocated` of all): from now on a collective may take `timeout_s`, no longer."""
+
+    timeout_s: float
+
+
 class ProbeLinks(Message, frozen=True, kw_only=True):
-    """Do what `probe` says, together with all other ranks (after `KVAllocated`)."""
+    """Do what `probe` says, together with all other ranks (after `BeginServing`)."""
 
     probe: LinkProbe
 
@@ -295,8 +308,14 @@ class Loaded(Message, frozen=True, kw_only=True):
     weight_kinds: dict[str, int] = {}
 
 
+class Compiled(Message, frozen=True, kw_only=True):
+    """KV of `rank` is there, and kernels that its steps need are compiled; it waits for the others."""
+
+    rank: int
+
+
 class KVAllocated(Message, frozen=True, kw_only=True):
-    """KV is allocated and the rank is warm.
+    """The rank is warm: its steps have run, and those that can be are captured.
 
     Attributes:
         memory_bandwidth: how fast this rank reads memory while all others do too, bytes/s.
@@ -356,7 +375,16 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
 
 ToEngine = Submit | Abort | Shutdown | StartTrace | StopTrace
 FromEngine = Outputs | Loading | Capturing | Ready | Stats | TraceProgress | Traced | Failed | Stopped
-ToWorker = AllocateKV | ProbeLinks | RunStep | PrepareMoves | DropMoves | StopWorker
+ToWorker = AllocateKV | WarmUp | BeginServing | ProbeLinks | RunStep | PrepareMoves | DropMoves | StopWorker
 FromWorker = (
-    Loaded | KVAllocated | LinksProbed | StepDone | RankCounted | MovesPrepared | WorkerFailed | Loading | Capturing
+    Loaded
+    | Compiled
+    | KVAllocated
+    | LinksProbed
+    | StepDone
+    | RankCounted
+    | MovesPrepared
+    | WorkerFailed
+    | Loading
+    | Capturing
 )

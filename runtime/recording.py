@@ -19,9 +19,9 @@ from .config import EngineConfig
 from .launcher import OnLoading
 from .params import SamplingParams
 from .processes.group import GroupParts
+from .rank_parts import build_worker
 from .ranks.routing_log import RoutingLog
 from .session import Session
-from .worker_main import build_worker
 
 if TYPE_CHECKING:
     from ..moe.wide_ep.exchanges.threads import ThreadHub

@@ -16,6 +16,10 @@ from .processes.supervision import Limits, predicted_layer_s
 
 log = logging.getLogger(__name__)
 
+# Ten minutes, as torch gives NCCL: a rank that its supervisor has lost sight of gives up then, and a group that
+# somebody suspended for less goes on. Who watches steps is the supervisor, within seconds.
+_SERVING_TIMEOUT_S, _TIMES_AS_PATIENT = 600.0, 4.0
+
 
 def check_blocks(start: EngineStart, num_blocks: int) -> None:
     """Refuse a KV pool that holds nothing, or less than a length that was asked for.
@@ -52,3 +56,8 @@ def stall_limits(start: EngineStart, ranks: Sequence[tuple[Loaded, KVAllocated]]
         for loaded, allocated in ranks
     )
     return Limits(stall_s=max(schedule.stall_timeout_s, 4 * layer_s))
+
+
+def collective_timeout_s(limits: Limits) -> float:
+    """Return how long a collective of a served step may take: longer than the supervisor is patient, who says more."""
+    return max(_SERVING_TIMEOUT_S, _TIMES_AS_PATIENT * limits.stall_s)

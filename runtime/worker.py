@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +36,7 @@ from .config import EngineConfig
 from .counter_reports import CounterReports
 from .graphs.capture import StepTensors
 from .graphs.forward import StepForward
-from .graphs.starting import OnProgress, start_warm
+from .graphs.starting import OnProgress, WarmStart
 from .kv_layout import kv_layout, step_limits
 from .messages import KVAllocated, Loaded
 from .plan import (
@@ -53,7 +52,7 @@ from .ranges import moves_experts
 from .rank_stats import Gpu
 from .ranks.batch import StepRows, WorkerBatch
 from .ranks.choice import Choice, agree, healthy_slots
-from .ranks.finish import Committed
+from .ranks.finish import Committed, Outcome
 from .ranks.held_memory import HeldMemory
 from .ranks.host_memory import Fetcher
 from .ranks.loading import attends_natively, kernels_of, load_options
@@ -73,18 +72,8 @@ from .rebalancing.rank_moves import RankMoves
 Observer = Callable[[ForwardBatch, torch.Tensor, np.ndarray], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Outcome:
-    """Of n sequences that came on: slots, how many of `tokens` each got, FINISH_* flags."""
-
-    slots: np.ndarray
-    tokens: np.ndarray
-    counts: np.ndarray
-    flags: np.ndarray
-
-
 class Worker:
-    """One rank of an expert-parallel group. `load`, then `allocate`, then `run` for every step.
+    """One rank of an expert-parallel group. `load`, `allocate`, `warm_up`, then `run` for every step.
 
     Args:
         config: resolved.
@@ -192,11 +181,8 @@ class Worker:
             kernels=kernel_report(self._kernels, self._decoder.moe_layers),
         )
 
-    def allocate(self, num_blocks: int) -> KVAllocated:
-        """Hold `num_blocks` KV blocks, run two steps on a made-up sequence, and measure what the machine can do.
-
-        Groups of windows get fewer (`kv_layout`). All ranks do it and end the steps at once, so they measure together.
-        """
+    def allocate(self, num_blocks: int) -> None:
+        """Hold `num_blocks` KV blocks, and compile what steps need; groups of windows get fewer (`kv_layout`)."""
         config, model = self.config, self._own_config
         limits = step_limits(config, otherwise=model.max_position_embeddings)
         layout = kv_layout(kv_groups(model, dtype=self.kv_format), limits, num_blocks)
@@ -225,10 +211,19 @@ class Worker:
             resident=partial(resident_on, self.device),
         )  # fmt: skip
         self._forward = StepForward(self.decoder, self._storage, self._inputs)
-        self._reports.held.graph_bytes = start_warm(
-            config, self._forward, self._exchange, self._warm_up, max_model_len=layout.max_model_len,
+        self._start = WarmStart(
+            config, self._forward, self._exchange, self._run_made_up, max_model_len=layout.max_model_len,
             on_progress=self._on_loading, tells=self.rank == 0,
         )  # fmt: skip
+        self._start.compile()
+
+    def warm_up(self) -> KVAllocated:
+        """Run steps on a made-up sequence, capture those of decode, and measure what the machine can do.
+
+        All ranks do it and end the steps at once, so they measure together.
+        """
+        assert self._reports.held is not None, "allocate first"
+        self._reports.held.graph_bytes = self._start.warm_up()
         measured = read_bandwidth(self.device, self.num_ranks, self._weight_bytes)
         rates = matrix_rates(self.device, self.num_ranks)
         gpu = self._reports.gpu = gpu_counters(self.device)  # from here on: no loading and no measuring is in it
@@ -238,12 +233,12 @@ class Worker:
             cache_resident=measured.cache_resident,
             matrix_rates=rates,
             isa=(native_isa() or "") if rates else "",
-            kv_bytes=self._storage.bytes_by_format(),
+            kv_bytes=self.storage.bytes_by_format(),
             gpu=None if gpu is None else Gpu(uuid=gpu.uuid, peak_bytes_per_second=gpu.peak_bytes_per_second),
         )
 
     def probe(self, probe: LinkProbe) -> RankFound:
-        """Time an exchange or MoE layers, with all ranks of the group; after `allocate` and before any request."""
+        """Time an exchange or MoE layers, with all ranks of the group; after `warm_up` and before any request."""
         if self._prober is None:
             width, dtype = self.model_config.hidden_size, self.number_format.torch_dtype
             rows = torch.empty(0, width, dtype=dtype, device=self.device)
@@ -369,7 +364,7 @@ class Worker:
             edits.add_masks(plan.masks, rows.sample_slots, logits.shape[1])
         return logits if edits is None else edited(logits, edits)
 
-    def _outcome(self, rows: StepRows, tokens: np.ndarray, kept: Committed, healthy: np.ndarray | None) -> _Outcome:
+    def _outcome(self, rows: StepRows, tokens: np.ndarray, kept: Committed, healthy: np.ndarray | None) -> Outcome:
         """Return what to report, with those that ended unhealthy before they were sampled; their KV is zeroed."""
         slots, counts, flags = rows.sample_slots, kept.counts, kept.flags
         if healthy is not None:
@@ -382,9 +377,9 @@ class Worker:
             slots = np.concatenate([slots, silent])
             counts = np.concatenate([counts, np.zeros_like(silent)])
             flags = np.concatenate([flags, np.full(silent.size, FINISH_ERROR, np.uint8)])
-        return _Outcome(slots=slots, tokens=tokens[kept.counts > 0], counts=counts, flags=flags)
+        return Outcome(slots=slots, tokens=tokens[kept.counts > 0], counts=counts, flags=flags)
 
-    def _warm_up(self) -> None:
+    def _run_made_up(self) -> None:
         size, rows = self.config.cache.block_size, self.config.schedule.max_num_batched_tokens
         most, compiles = min(rows, self.batch.max_blocks * size - 2), self.device.type == "cuda"
         for num_tokens in warm_up_sizes(size, most, compiles=compiles and self._kernels.rows is not None):

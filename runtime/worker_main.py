@@ -1,6 +1,7 @@
 """The life of one rank, in a process or a thread: join the group, load, allocate, then answer plans until told to stop.
 
-Not the work of a step (runtime/worker.py). An idle rank waits in the kernel and gives a sign of life each second.
+Not the work of a step (runtime/worker.py) and not what a rank is made of (rank_parts.py). An idle rank, and one that
+waits while others still load or compile, waits in the kernel and gives a sign of life each second.
 Units: seconds, bytes, blocks.
 """
 
@@ -16,12 +17,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..telemetry import ProgressBoard, RankProgress
 from ..telemetry.progress import STATE_BUSY, STATE_IDLE, STATE_STARTING
+from ..topologies.groups import limit_waits
 from ..topologies.link_probes import LinkProbe, RankFound
 from ..topologies.meeting import PeersLostError
-from .config import EngineConfig
 from .messages import (
     AllocateKV,
+    BeginServing,
     Capturing,
+    Compiled,
     DropMoves,
     KVAllocated,
     LinksProbed,
@@ -35,19 +38,18 @@ from .messages import (
     StepDone,
     StopWorker,
     ToWorker,
+    WarmUp,
     WorkerFailed,
 )
 from .plan import RankPlan, RankResult, StepHeader
 from .processes.channel import Channel, ChannelClosed
 from .processes.child import enter_child, freeze_heap, log_as
 from .processes.heap import give_back_free_memory
-from .processes.launch import WorkerStart, board_path, exchange_path, store_path
+from .processes.launch import WorkerStart, board_path
+from .rank_parts import build_worker
 
 if TYPE_CHECKING:
-    from ..moe.wide_ep.exchanges import Exchange, GroupShape
-    from ..moe.wide_ep.exchanges.joining import LinkOf
     from ..moe.wide_ep.exchanges.threads import ThreadHub
-    from ..moe.wide_ep.placement import ExpertPlacement
     from .graphs.starting import OnProgress
     from .rebalancing.rank_moves import RankMoves
 
@@ -56,8 +58,6 @@ log = logging.getLogger("moewe.runtime.worker_main")  # __name__ is __main__ in 
 HEARTBEAT_S = 0.5
 TIDY_AFTER = 4  # heartbeats without a message: memory that steps left behind goes back to the system
 LOADING_EVERY_S = 0.1
-# Collectives wait for the slowest rank to load; the supervisor ends a group that is stuck long before.
-GROUP_TIMEOUT_S = 3600.0
 # A report that starts so is about somebody else: this rank only noticed that a collective broke.
 PEERS_LOST = "lost the other ranks: "
 
@@ -74,8 +74,12 @@ class RankWorker(Protocol):
         """Put weights in place."""
         ...
 
-    def allocate(self, num_blocks: int) -> KVAllocated:
-        """Hold KV, run a warm-up step and measure the memory, with all ranks of the group."""
+    def allocate(self, num_blocks: int) -> None:
+        """Hold KV and compile what steps need; no other rank is waited for."""
+        ...
+
+    def warm_up(self) -> KVAllocated:
+        """Run steps, capture those that can be, and measure the memory, with all ranks of the group."""
         ...
 
     def probe(self, probe: LinkProbe) -> RankFound:
@@ -184,11 +188,16 @@ def _serve(
                 following = channel.receive(0.0)
                 results.add(StepDone(rank=rank, result=result), goes_on=isinstance(following, RunStep))
             case AllocateKV(num_blocks=num_blocks):
-                allocated = worker.allocate(num_blocks)
+                worker.allocate(num_blocks)
+                _send_alive(channel, Compiled(rank=rank), progress)
+            case WarmUp():
+                warm = worker.warm_up()
                 if on_ready is not None:
                     on_ready()
                 progress.enter(STATE_IDLE, -1)
-                _send_alive(channel, allocated, progress)
+                _send_alive(channel, warm, progress)
+            case BeginServing(timeout_s=timeout_s):
+                limit_waits(timeout_s)
             case ProbeLinks(probe=probe):
                 progress.enter(STATE_STARTING, -1)
                 found = worker.probe(probe)
@@ -269,118 +278,6 @@ def _report(channel: Channel[ToWorker], rank: int, error: Exception, *, user_err
         channel.send(WorkerFailed(rank=rank, reason=reason, user_error=user_error), timeout=5.0)
     except (ChannelClosed, TimeoutError):
         log.error("rank %d could not report its failure: nobody listens", rank)
-
-
-def build_worker(
-    start: WorkerStart, progress: RankProgress, on_loading: OnProgress, hub: ThreadHub | None
-) -> RankWorker:
-    """Return the real worker: its share of the experts, and the exchange that its group uses."""
-    import torch
-
-    from .attention_ranks import join_attention
-    from .worker import Worker
-
-    config = start.config
-    if config.parallel.threads is not None:
-        torch.set_num_threads(config.parallel.threads)
-    if config.parallel.device.startswith("cuda"):
-        torch.cuda.set_device(start.device_index)
-    placement = _placement(config)
-    return Worker(
-        config,
-        rank=start.rank,
-        num_ranks=start.num_ranks,
-        exchange=_join_exchange(start, placement, progress, hub),
-        placement=placement,
-        progress=progress,
-        on_loading=on_loading,
-        ranks=join_attention(start, progress, hub, timeout_s=GROUP_TIMEOUT_S),
-    )
-
-
-def build_hub(config: EngineConfig, num_ranks: int) -> ThreadHub:
-    """Return the meeting place of ranks that are threads."""
-    from ..topologies import parse_topology
-    from .attention_ranks import GroupHub
-
-    shape = group_shape(config, _placement(config))
-    return GroupHub(shape, parse_topology(config.parallel.topology))
-
-
-def group_shape(config: EngineConfig, placement: ExpertPlacement) -> GroupShape:
-    """Return who owns which slots in a group, in which domain, and how slow the link between domains is made."""
-    from ..moe.wide_ep.exchanges import GroupShape, SlowRate
-    from ..topologies import parse_topology
-
-    topology = parse_topology(config.parallel.topology)
-    is_slow = topology.rate or topology.delay
-    return GroupShape(
-        slot_ranges=placement.slot_ranges,
-        domain_sizes=topology.domains,
-        slow=SlowRate(megabytes_per_second=topology.rate, delay_us=topology.delay) if is_slow else None,
-    )
-
-
-def _placement(config: EngineConfig) -> ExpertPlacement:
-    from ..models.families import load_config
-    from .placements import expert_placement
-
-    return expert_placement(config, load_config(Path(config.model.path)))
-
-
-def _join_exchange(
-    start: WorkerStart, placement: ExpertPlacement, progress: RankProgress, hub: ThreadHub | None
-) -> Exchange:
-    if start.num_ranks == 1:
-        from ..moe.wide_ep.exchanges.local import LocalExchange
-
-        return LocalExchange(placement.num_slots)
-    if hub is not None and start.exchanges == ("threads",):
-        return hub.rank(start.rank)
-    if start.exchanges == ("shm",):
-        return _join_memory(start, placement, progress)
-    from ..moe.wide_ep.exchanges import join_all_over_links
-
-    shape, rank = group_shape(start.config, placement), start.rank
-    link_of = _process_links(start, shape) if hub is None else lambda ranks: hub.link(ranks, rank)
-    payload = start.config.parallel.exchange_payload
-    return join_all_over_links(start.exchanges, shape, rank, link_of, payload=payload, progress=progress)
-
-
-def _process_links(start: WorkerStart, shape: GroupShape) -> LinkOf:
-    """Join the ranks of the group, which are processes, and return the links between any that exchanges need."""
-    from ..moe.wide_ep.exchanges import link_members
-    from ..moe.wide_ep.exchanges.process_links import process_links
-    from ..topologies.groups import init_group, make_subgroups
-
-    init_group(
-        rank=start.rank,
-        world_size=start.num_ranks,
-        store_path=store_path(Path(start.run_directory)),
-        device=start.config.parallel.device,
-        timeout_s=GROUP_TIMEOUT_S,
-    )
-    members = [ranks for name in start.exchanges for ranks in link_members(name, shape)]
-    groups = make_subgroups(members, rank=start.rank, timeout_s=GROUP_TIMEOUT_S)
-    return process_links(groups, start.exchanges, start.config.parallel.device)
-
-
-def _join_memory(start: WorkerStart, placement: ExpertPlacement, progress: RankProgress) -> Exchange:
-    from ..models.families import load_config
-    from ..moe.wide_ep.exchanges.shm import ShmExchange, ShmShape, meet_at
-    from ..quant import parse_format
-
-    config = start.config
-    model = load_config(Path(config.model.path))
-    shape = ShmShape(
-        slot_ranges=placement.slot_ranges,
-        capacity=config.schedule.max_num_batched_tokens,
-        top_k=model.moe.routing.top_k if model.moe is not None else 1,
-        width=model.hidden_size,
-        dtype=parse_format(model.dtype if config.model.dtype == "auto" else config.model.dtype).torch_dtype,
-    )
-    fd = meet_at(exchange_path(Path(start.run_directory)), shape, start.rank, GROUP_TIMEOUT_S)
-    return ShmExchange(fd, shape, start.rank, has_cores=start.has_cores, progress=progress)
 
 
 def main() -> None:

@@ -130,7 +130,7 @@ MAY_IMPORT_TORCH = {
     "topologies/groups.py",
     "runtime/gpus.py",
     "runtime/worker.py",
-    "runtime/worker_main.py",
+    "runtime/rank_parts.py",
     "runtime/graphs/capture.py",
     "runtime/graphs/decode_step.py",
     "runtime/graphs/device.py",

@@ -1,11 +1,13 @@
 """The only creator of torch.distributed process groups: one for an expert-parallel group, and those of parts of it.
 
 Not an exchange (moe.wide_ep) and not a launcher. Ranks of one host meet through a file, and only the loopback
-interface is used. Units: seconds. torch is imported when a group is made, not before.
+interface is used. How long collectives wait for other ranks is said when groups are made, and again once all are warm.
+Units: seconds. torch is imported when a group is made, not before.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -18,6 +20,9 @@ from .spec import TopologyError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+log = logging.getLogger(__name__)
+_joined: list[ProcessGroup] = []  # by this process, as torch has one default group a process
 
 
 def loopback_interface() -> str:
@@ -61,6 +66,7 @@ def init_group(*, rank: int, world_size: int, store_path: Path, device: str, tim
         )
     group = dist.group.WORLD
     assert group is not None
+    _joined.append(group)
     return group
 
 
@@ -90,12 +96,34 @@ def make_subgroups(
         if rank in ranks:
             assert made is not None
             groups[ranks] = made
+            _joined.append(made)
     return groups
+
+
+def limit_waits(timeout_s: float) -> None:
+    """Give collectives of all groups of this process so long, from the next one on; nothing without a group.
+
+    Those that a CUDA graph holds have no timer in torch, when they are captured as when they are replayed.
+
+    Args:
+        timeout_s: how long to wait for the others, as `init_group` takes it.
+    """
+    if not _joined:
+        return
+    from torch.distributed import distributed_c10d
+
+    set_timeout = getattr(distributed_c10d, "_set_pg_timeout", None)  # of torch, for NCCL and gloo; not documented
+    if set_timeout is None:
+        log.info("collectives keep the patience that they had at start: this version of torch cannot change it")
+        return
+    for group in dict.fromkeys(_joined):
+        set_timeout(timedelta(seconds=timeout_s), group)
 
 
 def destroy_group() -> None:
     """Leave the group, if one was joined."""
     import torch.distributed as dist
 
+    _joined.clear()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -31,52 +31,67 @@ class OnProgress(Protocol):
         ...
 
 
-@torch.inference_mode()
-def start_warm(
-    config: EngineConfig,
-    forward: StepForward,
-    exchange: Exchange,
-    warm_up: Callable[[], None],
-    *,
-    max_model_len: int,
-    on_progress: OnProgress,
-    tells: bool,
-) -> int:
-    """Warm a rank up and capture its decode steps; a collective of all ranks of the group.
+class WarmStart:
+    """Makes a rank ready for steps, in two parts: `compile` alone, then `warm_up` with all ranks of the group.
 
-    All kernels are compiled before the first collective is begun.
+    All kernels are compiled before the first collective is begun, so that no rank waits in one, with a clock running,
+    for the compiler of another; who is done tells the engine, and waits for its word.
 
     Args:
         config: resolved.
         forward: gets the graphs.
         exchange: of the rank.
-        warm_up: runs steps on a made-up sequence and forgets them.
+        run_steps: runs steps on a made-up sequence and forgets them.
         max_model_len: longest sequence that KV holds.
         on_progress: told of shapes.
         tells: say how it went, not only what failed; one rank of a group does.
-
-    Returns:
-        Bytes of the device that graphs hold.
     """
-    graphs = make_graphs(config, forward, exchange, max_model_len)
-    if config.parallel.device == "cuda" and isinstance(exchange, StagedExchange):
-        with exchange.rehearsing():
-            warm_up()
-    if graphs is not None:
-        total = len(graphs.ladder.shapes)
-        graphs.rehearse(lambda: on_progress(0, total, of_graphs=True))
-    warm_up()
-    if graphs is None:
-        return 0
-    done = itertools.count(1)
-    report = graphs.capture(lambda: on_progress(next(done), total, of_graphs=True))
-    summary, *failed = report.lines(config.graphs.graph_bytes)
-    if tells:
-        log.info("%s", summary)
-    for line in failed:
-        log.warning("%s", line)
-    forward.graphs = graphs
-    return graphs.num_bytes
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        forward: StepForward,
+        exchange: Exchange,
+        run_steps: Callable[[], None],
+        *,
+        max_model_len: int,
+        on_progress: OnProgress,
+        tells: bool,
+    ) -> None:
+        self._config, self._forward, self._exchange = config, forward, exchange
+        self._run_steps, self._on_progress, self._tells = run_steps, on_progress, tells
+        self._graphs = make_graphs(config, forward, exchange, max_model_len)
+
+    @torch.inference_mode()
+    def compile(self) -> None:
+        """Run all forms of steps on a GPU without a collective; no other rank is waited for."""
+        if self._config.parallel.device == "cuda" and isinstance(self._exchange, StagedExchange):
+            with self._exchange.rehearsing():
+                self._run_steps()
+        if self._graphs is not None:
+            total = len(self._graphs.ladder.shapes)
+            self._graphs.rehearse(lambda: self._on_progress(0, total, of_graphs=True))
+
+    @torch.inference_mode()
+    def warm_up(self) -> int:
+        """Run steps and capture those of decode; a collective of all ranks of the group.
+
+        Returns:
+            Bytes of the device that graphs hold.
+        """
+        self._run_steps()
+        graphs = self._graphs
+        if graphs is None:
+            return 0
+        done, total = itertools.count(1), len(graphs.ladder.shapes)
+        report = graphs.capture(lambda: self._on_progress(next(done), total, of_graphs=True))
+        summary, *failed = report.lines(self._config.graphs.graph_bytes)
+        if self._tells:
+            log.info("%s", summary)
+        for line in failed:
+            log.warning("%s", line)
+        self._forward.graphs = graphs
+        return graphs.num_bytes
 
 
 def graph_device(config: EngineConfig) -> GraphDevice | None:

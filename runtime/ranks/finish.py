@@ -29,6 +29,16 @@ class Committed:
     flags: np.ndarray
 
 
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Of n sequences that came on in a step: slots, how many of `tokens` each got, FINISH_* flags."""
+
+    slots: np.ndarray
+    tokens: np.ndarray
+    counts: np.ndarray
+    flags: np.ndarray
+
+
 def commit_tokens(tokens: np.ndarray, lengths: np.ndarray, max_length: np.ndarray, ends: np.ndarray) -> Committed:
     """Keep tokens up to the first end token, which is kept, and no more than there is room for.
 

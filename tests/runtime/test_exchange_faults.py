@@ -39,6 +39,7 @@ def loaded_worker(*, capacity: int, num_slots: int) -> Iterator[Worker]:
             on_loading=lambda done, total: None,
         )
         worker.load()
+        worker.allocate(16)
         yield worker
     finally:
         os.close(fd)
@@ -46,7 +47,7 @@ def loaded_worker(*, capacity: int, num_slots: int) -> Iterator[Worker]:
 
 def test_what_fits_runs() -> None:
     with loaded_worker(capacity=WARM_UP_TOKENS, num_slots=8) as worker:
-        worker.allocate(16)
+        worker.warm_up()
         native = worker.decoder._native
         assert native is not None and native.whole and native.tokens_per_slot.sum() == 2 * 2  # of one decoded row
 
@@ -56,7 +57,7 @@ def test_more_tokens_than_there_is_room_for() -> None:
         loaded_worker(capacity=WARM_UP_TOKENS - 1, num_slots=8) as worker,
         pytest.raises(RuntimeError, match=r"8 tokens on rank 0; .* max_num_batched_tokens=7"),
     ):
-        worker.allocate(16)
+        worker.warm_up()
 
 
 def test_a_choice_that_names_no_slot() -> None:
@@ -64,4 +65,4 @@ def test_a_choice_that_names_no_slot() -> None:
         loaded_worker(capacity=WARM_UP_TOKENS, num_slots=1) as worker,
         pytest.raises(RuntimeError, match=r"physical id [1-7] of rank 0 names no expert slot; there are 1$"),
     ):
-        worker.allocate(16)
+        worker.warm_up()

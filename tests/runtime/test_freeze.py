@@ -6,7 +6,7 @@ import gc
 import threading
 from typing import Any
 
-from moewe.runtime.messages import AllocateKV, FromWorker, KVAllocated, Loaded, StopWorker, ToWorker
+from moewe.runtime.messages import AllocateKV, Compiled, FromWorker, KVAllocated, Loaded, StopWorker, ToWorker, WarmUp
 from moewe.runtime.processes.channel import channel_pair
 from moewe.runtime.processes.child import freeze_heap
 from moewe.runtime.worker_main import run_rank
@@ -18,10 +18,15 @@ class Start:
 
 
 class Worker:
+    moves = None
+
     def load(self) -> Loaded:
         return Loaded(rank=0, num_blocks=1, weight_bytes=1, weight_bytes_read=1, pid=1)
 
-    def allocate(self, num_blocks: int) -> KVAllocated:
+    def allocate(self, num_blocks: int) -> None:
+        pass
+
+    def warm_up(self) -> KVAllocated:
         return KVAllocated(rank=0, memory_bandwidth=1.0)
 
 
@@ -38,7 +43,7 @@ def test_what_exists_is_left_out_and_garbage_is_not_kept() -> None:
         gc.unfreeze()
 
 
-def test_a_rank_is_ready_when_its_kv_is_there_and_says_so_once() -> None:
+def test_a_rank_is_ready_when_it_is_warm_and_says_so_once() -> None:
     ours, theirs = channel_pair(FromWorker, ToWorker)
     told: list[int] = []
     made: Any = lambda *_: Worker()  # noqa: E731
@@ -50,6 +55,8 @@ def test_a_rank_is_ready_when_its_kv_is_there_and_says_so_once() -> None:
     rank.start()
     assert isinstance(ours.receive(10), Loaded) and not told
     ours.send(AllocateKV(num_blocks=1))
+    assert isinstance(ours.receive(10), Compiled) and not told
+    ours.send(WarmUp())
     assert isinstance(ours.receive(10), KVAllocated) and told == [1]
     ours.send(StopWorker())
     rank.join(10)

@@ -17,7 +17,7 @@ import pytest
 import moewe.runtime
 from moewe.runtime import engine_main
 from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
-from moewe.runtime.messages import AllocateKV, KVAllocated, Loaded, WorkerFailed
+from moewe.runtime.messages import AllocateKV, Compiled, KVAllocated, Loaded, WarmUp, WorkerFailed
 from moewe.runtime.plan import RankPlan, StepHeader, StepPlan
 from moewe.runtime.processes.group import Group, GroupParts
 from moewe.runtime.processes.launch import EngineStart, RunDirectory
@@ -94,6 +94,8 @@ def start_group(start, trouble=None):
     group = Group(start, fake_parts(trouble))
     expect(group, Loaded)
     group.workers.broadcast(AllocateKV(num_blocks=32))
+    expect(group, Compiled)
+    group.workers.broadcast(WarmUp())
     expect(group, KVAllocated)
     group.all_met(Limits(stall_s=start.config.schedule.stall_timeout_s))
     return group
@@ -198,6 +200,22 @@ def test_rank_process_that_stands_still_writes_its_stacks(fake_processes, capfd)
     assert lost.value.rank == 1
     group.kill()
     assert "in strike" in capfd.readouterr().err
+
+
+@pytest.mark.spawn
+@pytest.mark.slow
+def test_a_rank_that_ends_while_all_capture_ends_those_that_wait_for_it(fake_processes):
+    fake_processes(f"rank=1,step={fake_worker.WARMING_UP},do=exit,others_wait=1")
+    group = Group(engine_start(), fake_parts())
+    expect(group, Loaded)
+    pids = [member.pid for member in group.workers.members]
+    group.workers.broadcast(AllocateKV(num_blocks=32))
+    expect(group, Compiled)
+    group.workers.broadcast(WarmUp())
+    with pytest.raises(RankLost, match=r"rank 1 is lost: .* 9"):
+        expect(group, KVAllocated)
+    group.kill()
+    assert all(process_state(pid) is None for pid in pids)
 
 
 CPUS = sorted(os.sched_getaffinity(0))[:2]

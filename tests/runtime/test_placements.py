@@ -17,8 +17,8 @@ from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, Paral
 from moewe.runtime.options import engine_config, layout_config
 from moewe.runtime.placements import expert_placement, placement_note
 from moewe.runtime.ranges import moves_experts
+from moewe.runtime.rank_parts import build_hub
 from moewe.runtime.resolve import resolve
-from moewe.runtime.worker_main import build_hub
 from moewe.server.cli.main import main
 from moewe.server.commands.serve import announcement
 from moewe.server.flags.table import without_aliases

@@ -42,8 +42,11 @@ class Worker:
     def load(self) -> Loaded:
         return Loaded(rank=0, num_blocks=1, weight_bytes=1, weight_bytes_read=1, pid=1)
 
-    def allocate(self, num_blocks: int) -> KVAllocated:
+    def allocate(self, num_blocks: int) -> None:
         raise AssertionError(num_blocks)
+
+    def warm_up(self) -> KVAllocated:
+        raise AssertionError
 
     def run(self, header: StepHeader, plan: RankPlan, before_layers: Callable[[], None] | None = None) -> RankResult:
         assert before_layers is not None

@@ -125,6 +125,16 @@ def test_loading_may_take_long_but_not_for_ever(clock):
     assert 60 <= after <= 60.5
 
 
+def test_who_waits_for_a_compiler_elsewhere_is_not_blamed(clock):
+    """It has said that it is done, and gives signs of life until all are."""
+    compiles, waits = clock.ranks[1], (clock.ranks[0], clock.ranks[2])
+    for rank in clock.ranks:
+        rank.enter(STATE_STARTING, -1)
+    beats = [rank.heartbeat for rank in waits]
+    assert clock.run(150, lambda: [beat() for beat in [*beats, compiles.tick]])[0] is None
+    assert clock.run(100, lambda: [beat() for beat in beats])[0].rank == 1
+
+
 def test_process_stopped_while_loading_is_named_soon(clock):
     clock.stopped[2] = True
     verdict, after = clock.run(100)

@@ -27,17 +27,22 @@ from moewe.telemetry import ProgressBoard, RankCounters, RankProgress
 from moewe.topologies.link_probes import EXCHANGE, EXPERTS, LinkProbe, RankFound
 
 VOCAB_SIZE = 1000
+LOADING, COMPILING, WARMING_UP = -1, -2, -3
 MODULE = "tests.support.fake_worker"
 
 
 @dataclass
 class Trouble:
-    """What goes wrong on one rank: at `step` (-1: while loading) it does `do`."""
+    """What goes wrong on one rank: at `step` it does `do`; LOADING, COMPILING and WARMING_UP are steps, too.
+
+    With `others_wait` all other ranks wait in that step for ever, as in a collective.
+    """
 
     rank: int = -1
     step: int = 0
     do: str = "raise"
     delay_s: float = 0.0
+    others_wait: bool = False
     ranks: list[int] = field(default_factory=list)
 
     @classmethod
@@ -48,10 +53,14 @@ class Trouble:
             step=int(values.get("step", 0)),
             do=values.get("do", "raise"),
             delay_s=float(values.get("delay", 0)),
+            others_wait="others_wait" in values,
         )
 
     def strike(self, rank: int, step: int) -> None:
-        if rank != self.rank or step != self.step:
+        if step != self.step:
+            return
+        if rank != self.rank:
+            time.sleep(3600 if self.others_wait else 0)
             return
         if self.do == "raise":
             raise RuntimeError("the fake worker broke")
@@ -74,7 +83,7 @@ class FakeWorker:
         self.steps: list[StepHeader] = []
 
     def load(self) -> Loaded:
-        self._trouble.strike(self._start.rank, -1)
+        self._trouble.strike(self._start.rank, LOADING)
         return Loaded(
             rank=self._start.rank,
             num_blocks=self._start.config.cache.num_blocks or 64,
@@ -83,13 +92,17 @@ class FakeWorker:
             pid=os.getpid(),
         )
 
-    def allocate(self, num_blocks: int) -> KVAllocated:
+    def allocate(self, num_blocks: int) -> None:
+        self._trouble.strike(self._start.rank, COMPILING)
         schedule, cache = self._start.config.schedule, self._start.config.cache
         self._batch = WorkerBatch(
             num_slots=schedule.max_num_seqs,
             max_model_len=num_blocks * cache.block_size + 1,
             block_size=cache.block_size,
         )
+
+    def warm_up(self) -> KVAllocated:
+        self._trouble.strike(self._start.rank, WARMING_UP)
         return KVAllocated(rank=self._start.rank, memory_bandwidth=1e9, cache_resident=False)
 
     def probe(self, probe: LinkProbe) -> RankFound:

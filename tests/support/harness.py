@@ -26,10 +26,10 @@ from moewe.runtime.messages import DropMoves, Message, PrepareMoves
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.placements import expert_placement
 from moewe.runtime.plan import PromptLogprobs, StepPlan, TokenLogprobs, result_of_ranks
+from moewe.runtime.rank_parts import group_shape
 from moewe.runtime.rebalancing.balancer import Balancer
 from moewe.runtime.scheduler import Request, Scheduler, SequenceUpdate
 from moewe.runtime.worker import Worker
-from moewe.runtime.worker_main import group_shape
 from moewe.telemetry import ProgressBoard
 from moewe.topologies import parse_topology
 from moewe.topologies.exchange_choice import exchanges_to_join
@@ -131,7 +131,8 @@ class Group:
         ]
         self.workers = [rank.worker for rank in self.ranks]
         self.loaded = self._all("load")
-        self.allocated = self._all("allocate", setup.num_blocks)
+        self._all("allocate", setup.num_blocks)
+        self.allocated = self._all("warm_up")
         for rank, worker in enumerate(self.workers):
             worker.observer = self._observer(rank)
         self.scheduler = Scheduler(setup.scheduler_config(self.model))

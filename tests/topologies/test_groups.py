@@ -35,6 +35,45 @@ def test_importing_groups_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+PATIENCE = """
+import sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from moewe.topologies.groups import init_group, limit_waits
+rank, store = int(sys.argv[1]), Path(sys.argv[2])
+group = init_group(rank=rank, world_size=2, store_path=store, device="cpu", timeout_s=60)
+value = torch.ones(1)
+if rank == 1:
+    time.sleep(1.0)
+dist.all_reduce(value, group=group)  # at start a slow rank is waited for
+limit_waits(0.5)
+gave_up = store.with_name("gave_up")
+if rank == 1:
+    while not gave_up.exists():
+        time.sleep(0.01)
+    print("never came")
+else:
+    began = time.monotonic()
+    try:
+        dist.all_reduce(value, group=group)
+    except RuntimeError as error:
+        print("gave up" if 0.4 < time.monotonic() - began < 50 else error)
+    finally:
+        gave_up.touch()
+"""
+
+
+@pytest.mark.spawn
+@pytest.mark.slow
+def test_ranks_that_are_warm_wait_for_others_only_as_long_as_they_are_told(tmp_path: Path) -> None:
+    assert [said.strip() for said in run_rank_processes(PATIENCE, 2, tmp_path)] == ["gave up", "never came"]
+
+
+def test_a_process_without_groups_has_nothing_to_limit() -> None:
+    code = "import sys; from moewe.topologies.groups import limit_waits as f; f(1.0); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 @pytest.mark.spawn
 @pytest.mark.slow
 def test_two_processes_reduce(tmp_path: Path) -> None:
