@@ -9,7 +9,7 @@ Shapes: T rows, N decode rows, n blocks of a table; units: tokens, blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -172,22 +172,28 @@ def build_gpu_batch(
     decode_lengths: np.ndarray,
     decode_tables: np.ndarray,
     device: torch.device,
+    send: Callable[[np.ndarray], torch.Tensor] | None = None,
     kind: str = "full",
     window: int = 0,
 ) -> AttentionBatch:
-    """Return the batch of one step for kernels on a GPU; arguments as of `build_attention_batch`."""
+    """Return the batch of one step for kernels on a GPU.
+
+    Args:
+        send: takes arrays to the device; None: as torch does, see `GpuStep`.
+        slot_mapping, segments, decode_lengths, decode_tables, device, kind, window: as of `build_attention_batch`.
+    """
     runs, tables = _runs(segments, decode_lengths, decode_tables)
-    slots = torch.from_numpy(np.ascontiguousarray(slot_mapping, dtype=np.int64))
+    slots = np.ascontiguousarray(slot_mapping, dtype=np.int64)
     read, pairs = _seen(segments, decode_lengths, kind, window)
     return AttentionBatch(
         kind=kind,
         window=window,
-        slot_mapping=slots.to(device, non_blocking=True),
+        slot_mapping=torch.from_numpy(slots).to(device) if send is None else send(slots),
         prefills=(),
         decodes=(),
         kv_tokens_read=read,
         pairs_scored=pairs,
-        gpu=GpuStep(runs, tables, len(decode_lengths), device),
+        gpu=GpuStep(runs, tables, len(decode_lengths), device, send),
     )
 
 

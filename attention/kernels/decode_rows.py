@@ -7,7 +7,7 @@ Letters: N rows of a step, M most rows, G cache groups, W most blocks of a seque
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ class DecodeRows:
         max_blocks: W.
         block_size: tokens a block.
         device: of the tensors.
+        copy: takes an array to a tensor of the device, and may do so later: the array changes meanwhile. None: torch.
 
     Attributes:
         num_filled: [1] i64, N.
@@ -49,16 +50,18 @@ class DecodeRows:
         max_blocks: int,
         block_size: int,
         device: torch.device,
+        copy: Callable[[torch.Tensor, np.ndarray], None] | None = None,
     ) -> None:
+        self._copy = copy or _copy
         self._groups, self._width, self._block_size = tuple(groups), max_blocks, block_size
         self._most_rows, self._spare = most_rows, most_rows * max_blocks
         room = -(-most_rows // 2) * 2  # so that each part begins at a multiple of 16 bytes, as other tensors do
         sizes = [2, room, room, room, 4 * room, len(self._groups) * room]
-        self._host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._host = np.zeros(sum(sizes), np.int64)
         self._numbers = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         self.num_filled, self.input_ids, self.positions, self.is_long, runs, slots = torch.split(self._numbers, sizes)
         self.runs, self.slot_mapping = runs.view(-1, 4), slots.view(len(self._groups), -1)
-        parts = [part.numpy() for part in torch.split(self._host, sizes)]
+        parts = np.split(self._host, np.cumsum(sizes)[:-1])
         self._host_filled, self._host_ids, self._host_positions, self._host_long = parts[:4]
         self._host_runs, self._host_slots = parts[4].reshape(-1, 4), parts[5].reshape(len(self._groups), -1)
         self._host_runs[:, 0] = np.arange(room)
@@ -72,7 +75,7 @@ class DecodeRows:
         for own, table in zip(self.tables, tables, strict=True):
             num_rows, width = table.shape
             place = own[: num_rows * self._width].view(num_rows, self._width)[:, :width]
-            place.copy_(torch.from_numpy(np.ascontiguousarray(table)), non_blocking=True)
+            self._copy(place, table)
 
     def fill(
         self,
@@ -102,7 +105,7 @@ class DecodeRows:
         runs[filled, 3], runs[padding, 3] = np.arange(num_rows) * self._width, self._spare
         for own, slots in zip(self._host_slots, slot_mappings, strict=True):
             own[filled], own[padding] = slots, -1
-        self._numbers.copy_(self._host, non_blocking=True)
+        self._copy(self._numbers, self._host)
         most = int(positions.max(initial=0)) + 1
         batches = self.batches(bucket, max(_SHORTEST, 1 << (most - 1).bit_length()))
         for batch in batches:
@@ -133,3 +136,7 @@ class DecodeRows:
                 for (kind, window), slots, table in zip(self._groups, self.slot_mapping, self.tables, strict=True)
             )
         return self._steps[bucket, longest]
+
+
+def _copy(place: torch.Tensor, array: np.ndarray) -> None:
+    place.copy_(torch.from_numpy(array))

@@ -6,6 +6,8 @@ Letters: R runs of rows of one sequence; the first are single rows (decode). Uni
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -19,6 +21,7 @@ class GpuStep:
             that no row sees are not looked at.
         num_decodes: how many of the first runs are single rows that `decode` kernels take.
         device: where the tensors go.
+        send: takes arrays there; None: as torch does, which makes the host wait where their memory is not pinned.
 
     Attributes:
         runs, tables: on the device.
@@ -26,15 +29,21 @@ class GpuStep:
         longest_decode: tokens of the longest sequence among them, its row's own included; 0 without any.
     """
 
-    def __init__(self, runs: np.ndarray, tables: np.ndarray, num_decodes: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        runs: np.ndarray,
+        tables: np.ndarray,
+        num_decodes: int,
+        device: torch.device,
+        send: Callable[[np.ndarray], torch.Tensor] | None = None,
+    ) -> None:
         assert runs.dtype == np.int64 and runs.shape[1:] == (4,) and tables.dtype == np.int32, (
             runs.dtype,
             tables.dtype,
         )
         assert (runs[:num_decodes, 1] == 1).all(), "decode rows are single"
-        self._host_runs, self._device = runs, device
-        self.runs = torch.from_numpy(runs).to(device, non_blocking=True)
-        self.tables = torch.from_numpy(tables).to(device, non_blocking=True)
+        self._host_runs, self._send = runs, send or (lambda array: torch.from_numpy(array).to(device))
+        self.runs, self.tables = self._send(runs), self._send(tables)
         self.num_decodes = num_decodes
         self.longest_decode = int(runs[:num_decodes, 2].max(initial=-1)) + 1
         self._tiles: dict[int, torch.Tensor] = {}
@@ -49,7 +58,8 @@ class GpuStep:
             longest: no sequence has more tokens.
         """
         step = cls.__new__(cls)
-        step._host_runs, step._device, step._tiles = np.empty((len(runs), 4), np.int64), runs.device, {}
+        step._host_runs, step._tiles = np.empty((len(runs), 4), np.int64), {}
+        step._send = lambda array: torch.from_numpy(array).to(runs.device)
         step.runs, step.tables, step.num_decodes, step.longest_decode = runs, tables, len(runs), longest
         return step
 
@@ -66,5 +76,5 @@ class GpuStep:
             first = (np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
             order = np.argsort(-(self._host_runs[run, 2] + first), kind="stable")
             tiles = np.stack([run, first], axis=1)[order].astype(np.int32)
-            self._tiles[rows] = torch.from_numpy(tiles).to(self._device, non_blocking=True)
+            self._tiles[rows] = self._send(tiles)
         return self._tiles[rows]

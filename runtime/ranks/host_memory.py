@@ -61,12 +61,16 @@ class Fetcher:
 
 
 class Sender:
-    """Takes arrays to a device, without a wait for the host.
+    """Takes arrays to a device, without a wait for the host: through memory of its own, which is not written to again
+    before the device has read it. An array may change as soon as it was handed over.
+
+    Call `begin`, then send; `end` when most of a step was sent, and whatever is sent later counts as well.
 
     Args:
         device: where they go. On a CPU they stay where they are.
         room: makes [n] u8 that the device can read from; None: `pinned`.
         mark: returns what waits until the device has read all that was sent before; None: by an event.
+        copy: lets the device copy from the second tensor to the first; None: as torch does.
     """
 
     def __init__(
@@ -75,10 +79,11 @@ class Sender:
         *,
         room: Callable[[int], torch.Tensor] | None = None,
         mark: Callable[[], Callable[[], None]] | None = None,
+        copy: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
     ) -> None:
         self._device, self._copies = device, device.type == "cuda" or room is not None
         self._make_room = room or (lambda num_bytes: pinned((num_bytes,), torch.uint8, device))
-        self._mark = mark or self._event
+        self._mark, self._copy = mark or self._event, copy or _copy_unawaited
         self._rooms = [torch.empty(0, dtype=torch.uint8)]  # the last is in use, others have been read from
         self._at = 0
         self._read: Callable[[], None] | None = None
@@ -96,17 +101,29 @@ class Sender:
         source = torch.from_numpy(array)
         if not self._copies:
             return source
+        arrived = torch.empty(source.shape, dtype=source.dtype, device=self._device)
+        self.into(arrived, array)
+        return arrived
+
+    def into(self, place: torch.Tensor, array: np.ndarray) -> None:
+        """Copy `array` to `place`, on the device, of the same shape."""
+        source = torch.from_numpy(array)
+        if not self._copies:
+            place.copy_(source)
+            return
         size = -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
         if self._at + size > self._rooms[-1].numel():
             self._rooms.append(self._make_room(2 * (self._at + size)))
             self._at = 0
-        place = self._rooms[-1][self._at : self._at + source.nbytes].view(source.dtype).view(source.shape)
+        room = self._rooms[-1][self._at : self._at + source.nbytes].view(source.dtype).view(source.shape)
         self._at += size
-        place.copy_(source)
-        return place.to(self._device, non_blocking=True)
+        room.copy_(source)
+        self._copy(place, room)
+        if self._read is not None:  # after `end`
+            self._read = self._mark()
 
     def end(self) -> None:
-        """All of a step was sent."""
+        """Nearly all of a step was sent."""
         if self._copies:
             self._read = self._mark()
 
@@ -114,3 +131,7 @@ class Sender:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event.synchronize
+
+
+def _copy_unawaited(place: torch.Tensor, source: torch.Tensor) -> None:
+    place.copy_(source, non_blocking=True)

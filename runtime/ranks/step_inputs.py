@@ -81,6 +81,7 @@ class InputBuilder:
                 max_blocks=batch.max_blocks,
                 block_size=batch.block_size,
                 device=device,
+                copy=self._send.into,
             )
         self._last: StepInputs | None = None
         self._decodes: list[NativeDecodes] = []
@@ -94,7 +95,9 @@ class InputBuilder:
             return self._last
         fixed = None if rows.segments else self._fixed
         if fixed is not None and self._last is not None and self._last.rows is rows:
+            self._send.begin()
             self._last = replace(self._last, forward=self._forward_fixed(fixed, rows, self._last.forward.sample_rows))
+            self._send.end()
             return self._last
         self._settings = None
         self._decodes = []
@@ -123,7 +126,9 @@ class InputBuilder:
         """Let no row of that memory stand for anything."""
         assert self._fixed is not None
         none = np.empty(0, np.int64)
+        self._send.begin()
         self._fixed.fill(none, none, [none] * len(self._batch.groups), self._batch.num_slots)
+        self._send.end()
 
     def of_shape(self, num_rows: int, longest: int) -> ForwardBatch:
         """Return the first rows of that memory, whatever stands there, for sequences of up to `longest` tokens."""
@@ -203,6 +208,7 @@ class InputBuilder:
                 decode_lengths=rows.decode_lengths,
                 decode_tables=own.decode_tables,
                 device=self._device,
+                send=self._send,
                 kind=kind,
                 window=window,
             )
