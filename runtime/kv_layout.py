@@ -45,6 +45,7 @@ def step_limits(config: EngineConfig, *, otherwise: int = UNBOUNDED) -> StepLimi
         block_size=config.cache.block_size,
         moves_experts=config.parallel.eplb.strip() == "auto",
         graph_bytes=config.graphs.graph_bytes,
+        has_tables=config.parallel.device.startswith("cuda") and config.parallel.kernels != "torch",
     )
 
 

@@ -202,6 +202,9 @@ def _buffers(footprint: ModelFootprint, topology: Topology, limits: StepLimits) 
         BudgetLine(name="activations (estimate)", kind="buffers", num_bytes=8 * tokens * row + inner + logits),
     ]
     lines.append(BudgetLine(name="CUDA graphs (estimate)", kind="buffers", num_bytes=limits.graph_bytes))
+    if limits.has_tables:
+        tables = kv_sizes.table_bytes(len(footprint.kv_groups), limits)
+        lines.append(BudgetLine(name="block tables (worst case)", kind="buffers", num_bytes=tables))
     if limits.moves_experts and footprint.num_experts and topology.ep > 1:
         aside = most_moves(footprint.expert_bytes) * footprint.expert_bytes
         lines.append(BudgetLine(name="experts on their way (eplb auto)", kind="buffers", num_bytes=aside))

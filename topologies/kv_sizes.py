@@ -51,7 +51,8 @@ def shared_groups(groups: Sequence[KVGroup], atp: int) -> tuple[KVGroup, ...]:
 class StepLimits:
     """What bounds a step and a sequence, in tokens: the part of the engine's options that costs bytes.
 
-    `moves_experts` says that ranks hold experts aside while these move, `graph_bytes` what CUDA graphs of a rank take.
+    `moves_experts` says that ranks hold experts aside while these move, `graph_bytes` what CUDA graphs of a rank take,
+    `has_tables` that block tables stand in memory of a rank's device.
     """
 
     max_num_batched_tokens: int
@@ -60,6 +61,27 @@ class StepLimits:
     block_size: int
     moves_experts: bool = False
     graph_bytes: int = 0
+    has_tables: bool = False
+
+
+def decode_rows_bytes(most_rows: int, num_groups: int, max_blocks: int) -> int:
+    """Return the bytes on a GPU of block tables and numbers of steps of single rows, which never move.
+
+    Args:
+        most_rows: of such a step.
+        num_groups: cache groups.
+        max_blocks: of a sequence.
+    """
+    room = -(-most_rows // 2) * 2  # numbers of a row are 7 and its slot in each group, in parts of 16 bytes
+    numbers = 2 + (7 + num_groups) * room
+    return 8 * numbers + 4 * num_groups * (most_rows * max_blocks // 4 * 4 + 4)
+
+
+def table_bytes(num_groups: int, limits: StepLimits) -> int:
+    """Return the bytes on a GPU of block tables: of single rows, and for a moment of those mixed with prompts."""
+    width = -(-limits.max_model_len // limits.block_size)
+    mixture = 4 * num_groups * limits.max_num_seqs * width
+    return decode_rows_bytes(limits.max_num_seqs, num_groups, width) + mixture
 
 
 def sequence_blocks(kind: str, window: int, num_tokens: int, block_size: int) -> int:

@@ -40,6 +40,7 @@ class DecodeRows:
         runs: [M, 4] i64, see `GpuStep`.
         slot_mapping: [G, M] i64, -1 behind the last row.
         tables: [G, M * W + 1 or a little more] i32: a table a row, then block 0.
+        num_bytes: of all that (`topologies.kv_sizes.decode_rows_bytes` knows it beforehand).
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class DecodeRows:
         self._host_runs[:, 1] = 1
         self.num_filled = self.num_filled[:1]
         self.tables = torch.zeros(len(self._groups), self._spare // 4 * 4 + 4, dtype=torch.int32, device=device)
+        self.num_bytes = self._numbers.nbytes + self.tables.nbytes
         self._steps: dict[tuple[int, int], tuple[AttentionBatch, ...]] = {}
 
     def load_tables(self, tables: Sequence[np.ndarray]) -> None:

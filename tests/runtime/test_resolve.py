@@ -19,6 +19,7 @@ from moewe.runtime.resolve import check_checkpoint, kv_blocks, rank_cpus, resolv
 from moewe.runtime.scheduling.limits import GroupLimits
 from moewe.runtime.start_up import check_blocks, stall_limits
 from moewe.topologies import KVGroup, StepLimits
+from moewe.topologies.kv_sizes import table_bytes
 from tests.support.chain import FIRST_ID, chain
 from tests.support.fixtures import checkpoint, copy_checkpoint, drop_tensors
 from tests.support.native import needs_native
@@ -145,7 +146,8 @@ def test_gpus_are_counted_and_weighed(host, gpus):
 
 def test_a_small_gpu_lowers_the_length_unless_it_was_asked_for(host, gpus):
     whole = resolve(config("EP1DP1")).budget
-    gpus(int((whole.fixed_bytes + 5 * block_bytes(whole)) / 0.9) + 4096)
+    fixed_bytes = whole.fixed_bytes + table_bytes(len(whole.kv_groups), whole.limits)
+    gpus(int((fixed_bytes + 5 * block_bytes(whole)) / 0.9) + 4096)
     eager = {"parallel": {"device": "cuda"}, "graphs": {"enforce_eager": True}}
     assert resolve(config("EP1DP1", **eager)).budget.limits.max_model_len == 80
     with pytest.raises(ValueError, match="max_model_len=100"):

@@ -205,3 +205,11 @@ def test_experts_on_their_way_are_held_aside() -> None:
 
 def test_format_bytes() -> None:
     assert [format_bytes(number) for number in (0, 1023, 1536, 3 * GIB)] == ["0 B", "1,023 B", "1.50 KiB", "3.00 GiB"]
+
+
+def test_block_tables_on_a_gpu_are_paid_for_before_kv() -> None:
+    with_tables, without = (budget(rank_memory_bytes=3 * GIB, has_tables=has) for has in (True, False))
+    counted = with_tables.fixed_bytes - without.fixed_bytes
+    assert counted == {line.name: line.num_bytes for line in with_tables.lines}["block tables (worst case)"]
+    assert counted > 2 * 64 * (4096 // 16) * 4, "a table of 4,096 tokens for each of 64 sequences, twice"
+    assert abs(without.kv_bytes - with_tables.kv_bytes - counted) < 16 * 4096, "KV gets so much less, to a block"
