@@ -10,17 +10,17 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from importlib.metadata import version
 from multiprocessing import get_context
-from typing import Any
 
 import torch
 
 from moewe.native.gpu import Launch, interpreting
 
+CEILINGS = "this GPU"  # name of what says them
 _COPIED = 2 << 30
 _SIDE = 8192  # of the product that tells the matrix rate
 _SHORTEST_S, _MOST_REPEATS = 2e-3, 20
@@ -50,6 +50,14 @@ def ceilings() -> dict[str, float]:
         "copy_bytes_per_second": 2 * _COPIED / copied,
         "matrix_flops_per_second": 2.0 * _SIDE**3 / multiplied,
     }
+
+
+def told_ceilings(reached: Mapping[str, float]) -> str:
+    """Return the same in words."""
+    return (
+        f"copies {reached['copy_bytes_per_second'] / 1e12:.2f} TB/s, multiplies "
+        f"{reached['matrix_flops_per_second'] / 1e12:.0f} TFLOP/s in bf16"
+    )
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -123,24 +131,44 @@ def warm(launch: Launch) -> None:
     )  # fmt: skip
 
 
+def is_sound() -> bool:
+    """Return whether the GPU still does what this process asks: after a fault or a broken capture it may not."""
+    if not torch.cuda.is_available():
+        return True
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return bool(torch.ones(1, device="cuda").item() == 1.0)
+    except RuntimeError:
+        return False
+
+
 def compile_ahead(
-    warmed: Callable[[tuple[str, int, int]], int], stage: str, most_seconds: float, processes: int | None = None
-) -> dict[str, Any]:
-    """Compile the kernels of a stage in parallel; returns how many, how long, and what failed.
+    warmed: Callable[[tuple[str, int, int]], tuple[int, list[str]]],
+    stage: str,
+    most_seconds: float,
+    processes: int | None = None,
+) -> None:
+    """Compile the kernels of a stage in parallel, and say how many, how long, and what failed.
 
     `warmed((stage, part, parts))` compiles every `parts`-th launch from `part` on, the most important first. What is
     not done after `most_seconds` is compiled when it is launched.
     """
     parts, began = processes or len(os.sched_getaffinity(0)), time.monotonic()
     pool = ProcessPoolExecutor(parts, mp_context=get_context("spawn"))
-    futures = [pool.submit(warmed, (stage, part, parts)) for part in range(parts)]
-    done, late = wait(futures, timeout=most_seconds)
-    failed = [str(future.exception()) for future in done if future.exception() is not None]
-    compiled = sum(future.result() for future in done if future.exception() is None)
-    if late:
-        for process in list((pool._processes or {}).values()):
-            process.terminate()
+    done, late = wait([pool.submit(warmed, (stage, part, parts)) for part in range(parts)], timeout=most_seconds)
+    compiled, failed = 0, []
+    for future in done:
+        if (error := future.exception()) is None:
+            compiled += future.result()[0]
+            failed += future.result()[1]
+        else:
+            failed.append(f"{type(error).__name__}: {error}")
+    for process in list((pool._processes or {}).values()) if late else []:
+        process.kill()
     pool.shutdown(wait=not late, cancel_futures=True)
-    seconds = time.monotonic() - began
-    print(f"  {compiled} kernels compiled by {parts} processes in {seconds:.0f} s", file=sys.stderr)
-    return {"compiled": compiled, "seconds": round(seconds, 1), "late": len(late), "failed": failed}
+    behind = f", {len(late)} of them had no time for all of theirs" if late else ""
+    print(f"  {compiled} kernels compiled by {parts} processes in {time.monotonic() - began:.0f} s{behind}",
+          file=sys.stderr, flush=True)  # fmt: skip
+    for line in failed:
+        print(f"  not compiled: {line}", file=sys.stderr, flush=True)

@@ -35,6 +35,10 @@ class LeftOut(Exception):
     """An item cannot run on this machine; the text says why."""
 
 
+class Unsound(Exception):
+    """An item failed so that nothing after it can run in this process; it is in the record."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Item:
     """One thing to find out.
@@ -44,12 +48,14 @@ class Item:
         rank: importance; lower ones run first.
         run: does it; returns figures that JSON can hold.
         floor_s: what it takes at least, for the first guess.
+        most_s: after so long whoever watches the process takes it for one that never ends.
     """
 
     name: str
     rank: int
     run: Callable[[], dict[str, Any]]
     floor_s: float = 1.0
+    most_s: float = 45.0
 
 
 @dataclass
@@ -60,8 +66,8 @@ class Record:
         path: of the file.
         key: what results depend on (source hash, card, versions); those of another key are not taken over.
         results: by name of the item.
-        left_out: names, with why.
-        seconds: that the stage took, over all runs.
+        left_out: names, with why; while a stage runs, all that it has not come to yet.
+        seconds: that the last run took, from the start of its process.
         finished: nothing is left to do but what failed or had no time.
     """
 
@@ -73,16 +79,27 @@ class Record:
     finished: bool = False
 
     @classmethod
-    def open(cls, path: Path, key: dict[str, str]) -> Record:
-        """Return what is there of the same key, or an empty record."""
+    def open(cls, path: Path, key: dict[str, str], *, keep_errors: bool = False) -> Record:
+        """Return what is there of the same key, or an empty record. What failed is tried again, or kept."""
+        found = cls.read(path)
+        if found is None or found.key != key:
+            return cls(path, key)
+        found.results = {name: one for name, one in found.results.items() if keep_errors or "error" not in one}
+        found.left_out = {}
+        return found
+
+    @classmethod
+    def read(cls, path: Path) -> Record | None:
+        """Return what is there, of whatever key; None where nothing or something else is."""
         try:
             found = json.loads(path.read_text())
         except (OSError, ValueError):
-            return cls(path, key)
-        if not isinstance(found, dict) or found.get("key") != key:
-            return cls(path, key)
-        results = {name: one for name, one in found["results"].items() if "error" not in one}
-        return cls(path, key, results, {}, float(found["seconds"]), bool(found["finished"]))
+            return None
+        try:
+            parts = (dict(found[name]) for name in ("key", "results", "left_out"))
+            return cls(path, *parts, float(found["seconds"]), bool(found["finished"]))
+        except (TypeError, KeyError, ValueError):
+            return None
 
     def write(self) -> None:
         """Replace the file at once."""
@@ -106,12 +123,15 @@ class Budget:
     Args:
         seconds: in all.
         clock: monotonic.
+        start: when it began; None: now.
     """
 
     _LOOKED_AT = 5  # items behind, of which the slowest is expected again
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._start, self._seconds = clock, clock(), seconds
+    def __init__(
+        self, seconds: float, clock: Callable[[], float] = time.monotonic, *, start: float | None = None
+    ) -> None:
+        self._clock, self._start, self._seconds = clock, clock() if start is None else start, seconds
         self._last: list[float] = []
 
     @property
@@ -134,21 +154,37 @@ class Budget:
 
 
 def run_items(
-    items: Iterable[Item], record: Record, budget: Budget, told: Callable[[str, dict[str, Any]], None]
+    items: Iterable[Item],
+    record: Record,
+    budget: Budget,
+    told: Callable[[str, dict[str, Any]], None],
+    *,
+    is_sound: Callable[[], bool] = lambda: True,
 ) -> None:
     """Run what is not in the record yet, the most important first; what there is no time for is left out, by name.
 
-    An item that fails is recorded with its error and does not stop others; the next run tries it again. `told` gets
-    name and figures of each that ran.
+    An item that fails is recorded with its error and does not stop others; the next run tries it again. Which one is
+    under way, and until when at most, stands in a file beside the record (`running_file`).
+
+    Args:
+        items: what there is.
+        record: of the stage.
+        budget: its time.
+        told: gets name and figures of each that ran.
+        is_sound: asked when something failed: whether this process can run others.
+
+    Raises:
+        Unsound: it cannot.
     """
-    before, record.left_out = record.seconds, {}
-    for item in sorted(items, key=lambda item: item.rank):
-        if item.name in record.results:
-            continue
+    left = [item for item in sorted(items, key=lambda item: item.rank) if item.name not in record.results]
+    record.left_out = {item.name: "not come to" for item in left}
+    record.write()
+    for item in left:
         if not budget.allows(item.floor_s):
             record.left_out[item.name] = f"no time: {max(budget.left, 0):.0f} s left"
             continue
         began = budget.used
+        running_file(record.path).write_text(json.dumps([item.name, time.monotonic() + item.most_s]))
         try:
             figures = item.run()
         except LeftOut as why:
@@ -157,13 +193,22 @@ def run_items(
         except Exception as error:  # whatever it is: others go on
             figures = {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:500]}
         budget.note(budget.used - began)
-        record.results[item.name] = figures
-        record.seconds = before + budget.used
+        record.results[item.name] = {**figures, "took_s": round(budget.used - began, 2)}
+        del record.left_out[item.name]
+        record.seconds = budget.used
         record.write()
         told(item.name, figures)
+        if ("error" in figures or "torch_error" in figures) and not is_sound():
+            raise Unsound(item.name)
+    running_file(record.path).unlink(missing_ok=True)
     record.finished = not record.left_out and not any("error" in one for one in record.results.values())
-    record.seconds = before + budget.used
+    record.seconds = budget.used
     record.write()
+
+
+def running_file(record: Path) -> Path:
+    """Return where the name of the item under way stands, and the time of the monotonic clock to wait for it until."""
+    return record.with_suffix(".running")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +282,7 @@ _COLUMNS = (
     ("rate_share", "of matrix", "{:.0%}"),
     ("times_floor", "x floor", "{:.2f}"),
     ("torch_us", "torch us", "{:.1f}"),
+    ("tokens_per_second", "tokens/s", "{:,.0f}"),
     ("invariant_us", "invariant us", "{:.1f}"),
     ("max_error", "max error", "{:.1e}"),
     ("rms_error", "rms error", "{:.1e}"),
@@ -278,13 +324,20 @@ def verdicts(records: Iterable[Mapping[str, Mapping[str, Any]]]) -> list[str]:
 def invariance_costs(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return what batch invariance costs: a line for each size of which both forms were measured.
 
-    Of kernels the invariant form stands beside the other (`invariant_us`), of steps it is an item of its own, whose
-    name has `batch-invariant` where the other has `graphs`.
+    Of kernels the invariant form stands beside the other (`invariant_us`); of products that are torch's otherwise torch
+    stands beside the invariant form (`batch-invariant` in the name); of steps it is an item of its own, whose name has
+    `batch-invariant` where the other has `graphs`. Attention has one form.
     """
     lines = []
     for name, figures in results.items():
-        other = results.get(name.replace("graphs", "batch-invariant"), {}) if "graphs" in name else figures
-        invariant = figures.get("invariant_us", other.get("us") if other is not figures else None)
-        if figures.get("us") and invariant:
-            lines.append(f"batch invariance, {name}: {invariant / figures['us'] - 1:+.0%} time")
+        if "graphs" in name:
+            usual, fixed = figures.get("us"), results.get(name.replace("graphs", "batch-invariant"), {}).get("us")
+        elif "batch-invariant" in name:
+            usual, fixed = figures.get("torch_us"), figures.get("us")
+        else:
+            usual, fixed = figures.get("us"), figures.get("invariant_us")
+        if usual and fixed:
+            lines.append(f"batch invariance, {name}: {fixed / usual - 1:+.0%} time ({usual:.1f} -> {fixed:.1f} us)")
+    if any(" attention " in name and "us" in figures for name, figures in results.items()):
+        lines.append("batch invariance, attention: +0% time, its splits and tiles are fixed in any case")
     return lines

@@ -6,6 +6,7 @@ of the packages' roofline.py. Letters: T tokens, K top-k, E experts. Units: byte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +45,22 @@ _COLD_BYTES = 512 << 20
 _MOST_MEMORY = 0.4  # of the GPU's, for the inputs of one item
 _MOST_BASELINE_BYTES = 12 << 30
 _MOST_REPEATS = 6  # of launches that need many rows
+_MOST_COLD = 64  # repetitions, so that together they read more than the second-level cache holds
+_TOKENS = (1, 8, 64, 512, 4096)
+_INVARIANT_TOKENS = (8, 512)  # of formats other than bf16
+# Of decode attention, sequences and their tokens, the most important first; of prefill, tokens before and new ones.
+_DECODES = (
+    (32, 8192),
+    (1, 8192),
+    (256, 1024),
+    (256, 8192),
+    (1, 32768),
+    (32, 1024),
+    (8, 32768),
+    (256, 32768),
+    (1, 1024),
+)
+_PREFILLS = ((0, 4096), (7168, 1024))
 
 # Only to say before anything is measured what binds a size, which is what goals are about.
 _H200 = load_hardware("h200")
@@ -76,11 +93,11 @@ class Speed:
 
     def run(self, place: Place, target: GpuTarget, ceilings: dict[str, float]) -> dict[str, Any]:
         """Return figures; raises where inputs do not fit this GPU or a kernel fails."""
-        total = torch.cuda.get_device_properties(0).total_memory
-        if self.input_bytes > _MOST_MEMORY * total:
+        card = torch.cuda.get_device_properties(0)
+        if self.input_bytes > _MOST_MEMORY * card.total_memory:
             raise LeftOut(f"inputs of {self.input_bytes / 1e9:.0f} GB do not fit")
         floor = self.work.seconds_at(ceilings["copy_bytes_per_second"], ceilings["matrix_flops_per_second"])
-        number = repeats_for(floor)
+        number = max(repeats_for(floor), min(_MOST_COLD, math.ceil(2 * card.L2_cache_size / self.work.bytes)))
         seconds = graph_seconds(self.build(place, target, number))
         figures: dict[str, Any] = share_figures(self.work.bytes, self.work.flops, seconds, ceilings)
         figures["goal"] = self.goal
@@ -168,7 +185,7 @@ def expert_speeds() -> Iterator[Speed]:
     first = ("qwen3-30b-a3b", "deepseek-v3", "gpt-oss-120b")
     for place, model in enumerate((*first, *(name for name in MODELS if name not in first))):
         for format_name in MODELS[model]:
-            for tokens in (1, 8, 64, 512, 4096):
+            for tokens in _TOKENS:
                 shapes = shapes_of(published_config(model), [format_name])
                 routing, plain = shapes.routing, format_name == "bf16"
                 work = layer_work(shapes, tokens, format_name)["experts"]
@@ -181,7 +198,7 @@ def expert_speeds() -> Iterator[Speed]:
                     build=partial(build, False),
                     goal=experts_goal(tokens, hit, bound_by_memory=work.is_bound_by_memory(_H200)),
                     baseline=partial(_grouped_mm, model, tokens) if plain and not shapes.has_biases else None,
-                    invariant=partial(build, True) if plain else None,
+                    invariant=partial(build, True) if plain or tokens in _INVARIANT_TOKENS else None,
                     input_bytes=routing.num_experts * shapes.experts(format_name).bytes_per_slot,
                 )
 
@@ -226,25 +243,14 @@ def _sdpa(model: str, sequences: int, rows: int, context: int, place: Place, num
 def attention_speeds() -> Iterator[Speed]:
     """Yield decode and prefill: all sizes of one model, and some of the others and of other formats of KV."""
     first = "qwen3-30b-a3b"
-    sizes = [
-        (32, 8192),
-        (1, 8192),
-        (256, 1024),
-        (256, 8192),
-        (1, 32768),
-        (32, 1024),
-        (8, 32768),
-        (256, 32768),
-        (1, 1024),
-    ]
     for model in (first, *(name for name in MODELS if name != first)):
         for kv in KV:
-            most = len(sizes) if (model, kv) == (first, "bf16") else 3 if model == first else 1
+            most = len(_DECODES) if (model, kv) == (first, "bf16") else 3 if model == first else 1
             for number, group in enumerate(groups_of(published_config(model), kv)):
                 rows = AttentionRows(group=group, num_heads=published_config(model).num_heads)
                 of = f"over {kv}, {model}, {group.kind}"
                 plain = kv == "bf16" and group.kind == "full"
-                for i, (sequences, context) in enumerate(sizes[:most]):
+                for i, (sequences, context) in enumerate(_DECODES[:most]):
                     work = rows.decode(sequences, context)
                     held = sequences * context * group.bytes_per_token()
                     goal = decode_attention_goal(sequences, context)
@@ -259,7 +265,7 @@ def attention_speeds() -> Iterator[Speed]:
                         else None,
                         input_bytes=max(held, _COLD_BYTES),
                     )
-                for before, new in ((0, 4096), (7168, 1024)):
+                for before, new in _PREFILLS:
                     if kv != "bf16" and (model != first or before):
                         continue
                     yield Speed(

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,18 @@ from moewe.attention.kernels.roofline import AttentionRows
 from moewe.models.config import ModelConfig
 from moewe.models.families import parse_content
 from moewe.models.footprint import cache_groups, model_footprint
+from moewe.models.kernels.launches import layer_launches
+from moewe.models.published import published_config
+from moewe.moe.kernels.launches import moe_launches
 from moewe.moe.kernels.roofline import hit_experts
+from moewe.native.gpu import GpuTarget, Launch
 from moewe.native.gpu_counters import open_counters
 from moewe.runtime.config import EngineConfig
+from moewe.runtime.gpu_launches import moe_shapes
+from moewe.runtime.metrics.stats import decode_counters
+from moewe.runtime.ranks.kernels.launches import sampling_launches
+from moewe.runtime.ranks.warm_up import warm_up_sizes
+from moewe.telemetry import COMPONENTS
 from moewe.topologies.kernel_work import Work
 
 MODEL = "qwen3-30b-a3b"
@@ -33,6 +43,8 @@ CONTEXT = 1024
 BATCHES = (1, 8, 32, 64)
 PROMPT = 4096
 _SHORT, _LONG = 32, 160  # tokens of the two runs whose difference is decode alone
+_SLOW = {"torch's kernels": (4, 20)}  # the same of modes in which a step may take a second
+_FIRST_S = 150.0  # at most for an item, with the start of an engine
 _KV_BYTES = 16 << 30
 # What a mode sets; a mode whose field the engine does not have is left out.
 MODES: dict[str, dict[str, Any]] = {
@@ -162,16 +174,12 @@ def decode_seconds(llm: LLM, batch: int, context: int, vocab: int, tokens: tuple
 
 
 def decode_figures(
-    llm: LLM, config: ModelConfig, batch: int, ceilings: Mapping[str, float], *, goal: str | None
+    llm: LLM, config: ModelConfig, batch: int, ceilings: Mapping[str, float], tokens: tuple[int, int]
 ) -> dict[str, Any]:
     """Return the figures of decode steps behind CONTEXT tokens."""
-    seconds = decode_seconds(llm, batch, CONTEXT, config.vocab_size, (_SHORT, _LONG))
-    work = decode_work(config, batch, CONTEXT - (_LONG - _SHORT) // 2)
-    return {
-        **share_figures(work.bytes, work.flops, seconds, ceilings),
-        "goal": goal,
-        "tokens_per_second": batch / seconds,
-    }
+    seconds = decode_seconds(llm, batch, CONTEXT, config.vocab_size, tokens)
+    work = decode_work(config, batch, CONTEXT - (tokens[1] - tokens[0]) // 2)
+    return {**share_figures(work.bytes, work.flops, seconds, ceilings), "tokens_per_second": batch / seconds}
 
 
 def prefill_figures(llm: LLM, config: ModelConfig, tokens: int, ceilings: Mapping[str, float]) -> dict[str, Any]:
@@ -181,48 +189,73 @@ def prefill_figures(llm: LLM, config: ModelConfig, tokens: int, ceilings: Mappin
     return {**share_figures(work.bytes, work.flops, seconds, ceilings), "tokens_per_second": tokens / seconds}
 
 
+def counted_bytes(llm: LLM) -> float:
+    """Return what the engine says that its memory moved since its start; waits until it has told of its last step."""
+    session = llm._session
+    session.num_preemptions()
+    counters = [decode_counters(rank) for stats in session._replicas.stats() for rank in stats.ranks]
+    memory = [i for i, component in enumerate(COMPONENTS) if component != "exchange"]
+    return float(sum(one.bytes_moved[:, memory].sum() for one in counters))
+
+
 def saturation_figures(
     llm: LLM, config: ModelConfig, batch: int, ceilings: Mapping[str, float], uuid: str
 ) -> dict[str, Any]:
-    """Return what the memory moved by the GPU's own count, while a batch was prefilled and decoded."""
+    """Return what the memory moved by the GPU's own count and by the engine's, while a batch was decoded."""
     counter = open_counters(uuid).memory
     if counter is None:
         return {"said": "no GPM counter: an older GPU, no nvidia-ml-py, or the driver refuses"}
-    asked = prompts(batch, 16, config.vocab_size, 7)
-    timed(llm, asked, 8)
+    timed(llm, prompts(batch, 16, config.vocab_size, 7), 8)
+    before = counted_bytes(llm)
     counter.take()
     seconds = timed(llm, prompts(batch, 16, config.vocab_size, 8), CONTEXT)
     moved = counter.take()
-    counted = CONTEXT * decode_work(config, batch, CONTEXT // 2).bytes
+    counted = counted_bytes(llm) - before
+    if not moved:
+        return {"said": "GPM: the counter stopped"}
     share = moved / seconds / ceilings["copy_bytes_per_second"]
     return {
         "measured_bytes_per_second": moved / seconds,
         "bandwidth_share": share,
         "counted_over_measured": counted / moved,
-        "said": f"GPM: {share:.0%} of the copy rate; the byte floor is {counted / moved:.0%} of what was moved",
+        "said": f"GPM: {moved / seconds / 1e12:.2f} TB/s; the engine counted {counted / moved:.0%} of what was moved",
     }
 
 
-def items(engines: Engines, ceilings: Mapping[str, float], uuid: str, *, most_tokens: int = PROMPT) -> Iterator[Item]:
+def items(engines: Engines, ceilings: Mapping[str, float], uuid: str) -> Iterator[Item]:
     """Yield the items of the stage, a mode's together."""
     config = parsed(engines.raw)
 
-    def decode(mode: str, batch: int) -> Callable[[], dict[str, Any]]:
-        goal = "decode step" if mode == "graphs" and batch == 1 else None
-        return lambda: decode_figures(engines.of(mode), config, batch, ceilings, goal=goal)
+    def decode(mode: str, batch: int) -> dict[str, Any]:
+        figures = decode_figures(engines.of(mode), config, batch, ceilings, _SLOW.get(mode, (_SHORT, _LONG)))
+        return {**figures, "goal": "decode step" if mode == "graphs" and batch == 1 else None}
 
-    def prefill(mode: str) -> Callable[[], dict[str, Any]]:
-        return lambda: prefill_figures(engines.of(mode), config, most_tokens, ceilings)
+    def prefill(mode: str) -> dict[str, Any]:
+        return prefill_figures(engines.of(mode), config, PROMPT, ceilings)
+
+    def saturation(mode: str) -> dict[str, Any]:
+        return saturation_figures(engines.of(mode), config, 32, ceilings, uuid)
 
     for rank, mode in enumerate(MODES):
-        for batch in BATCHES:
-            yield Item(name=f"decode, {mode}, batch {batch}", rank=rank, run=decode(mode, batch), floor_s=10)
-        yield Item(name=f"prefill, {mode}, {most_tokens} tokens", rank=rank, run=prefill(mode), floor_s=5)
+        made: list[tuple[str, Callable[[], dict[str, Any]]]] = [
+            (f"decode, {mode}, batch {batch}", partial(decode, mode, batch)) for batch in BATCHES
+        ]
+        made.append((f"prefill, {mode}, {PROMPT} tokens", partial(prefill, mode)))
         if not rank:
-            yield Item(
-                name=f"saturation, {mode}, batch 32", rank=rank, floor_s=10,
-                run=lambda mode=mode: saturation_figures(engines.of(mode), config, 32, ceilings, uuid),
-            )  # fmt: skip
+            made.append((f"saturation, {mode}, batch 32", partial(saturation, mode)))
+        for name, run in made:
+            yield Item(name=name, rank=rank, run=run, floor_s=5, most_s=_FIRST_S)
+
+
+def step_launches(target: GpuTarget) -> Iterator[Launch]:
+    """Yield what an engine of this stage launches, over tensors without memory: in graphs, warm-up and prompts."""
+    config = published_config(MODEL)
+    shapes = moe_shapes(config, ("bf16",))
+    sizes = {*warm_up_sizes(16, PROMPT, compiles=True), *range(8, max(BATCHES) + 1, 8), 1, 2, 4}
+    yield from layer_launches(config, 1, target)
+    yield from sampling_launches(config.vocab_size)
+    for tokens in sorted(sizes):
+        yield from moe_launches(shapes, tokens, target)
 
 
 def options_for_gpu() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Stages of benchmarks/gpu_check.py that time a GPU, as far as they go without one: what they launch, floors."""
+"""Parts of benchmarks/gpu_check.py: what is launched and compiled beforehand, floors, comparisons."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_check_speed as speed
 from benchmarks import gpu_check_steps as steps
-from benchmarks.gpu_check import cases, speeds
 from benchmarks.gpu_check_device import repeats_for
-from benchmarks.gpu_check_inputs import Place, shrunk
-from benchmarks.gpu_check_plan import GOALS, LeftOut
+from benchmarks.gpu_check_inputs import Place
+from benchmarks.gpu_check_plan import GOALS
+from benchmarks.gpu_check_stages import cases, speeds, stage_launches
 from benchmarks.gpu_check_values import interval64, near, same
-from moewe.models.published import published_config
 from moewe.native.gpu import TARGETS
 from moewe.native.gpu.signature import signature_of
 from tests.support.compiled import RULES
@@ -41,28 +39,8 @@ def test_everything_that_is_timed_can_be_launched() -> None:
     for made in (timed, tried):
         assert all(made.values()) and {launch.name for some in made.values() for launch in some} == set(RULES)
         assert all(signature_of(launch).types for some in made.values() for launch in some)
-
-
-@pytest.mark.slow
-def test_what_is_timed_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small, in the interpreter: rows, experts and blocks are ones that kernels and torch's own functions take."""
-    monkeypatch.setattr(speed, "published_config", lambda model: shrunk(published_config(model)))
-    monkeypatch.setattr(speed, "_COLD_BYTES", 1 << 16)
-    place = Place(device=torch.device("cpu"), small=True)
-    for model, held in (("qwen3-30b-a3b", "bf16"), ("deepseek-v3", "fp8")):
-        for runs in ([(20, 1), (33, 1)], [(5, 4)]):
-            for launches in speed._attention(model, held, 0, runs, place, TARGETS[90], 2):
-                for launch in launches:
-                    launch.run()
-    for model, held in (("qwen3-30b-a3b", "bf16"), ("gpt-oss-120b", "mxfp4")):
-        (launches,) = speed._expert_launches(model, held, 3, False, place, TARGETS[90], 1)
-        for launch in launches:
-            launch.run()
-    (call,) = speed._grouped_mm("qwen3-30b-a3b", 5, place, 1)
-    assert call().shape == (5 * 4, 128)
-    for rows, context in ((1, 40), (24, 24)):
-        calls = speed._sdpa("qwen3-30b-a3b", 2, rows, context, place, 3)
-        assert [call().shape[2] for call in calls] == [rows] * 3
+    of_engine = {launch.name for launch in stage_launches("steps", TARGETS[90])}
+    assert of_engine < set(RULES) and "persistent_kernel" in of_engine
 
 
 def test_a_graph_holds_as_many_repetitions_as_events_can_tell() -> None:
@@ -99,31 +77,3 @@ def test_the_floor_of_a_step() -> None:
 
 def test_a_mode_that_the_engine_does_not_have_is_refused(tmp_path: Path) -> None:
     assert steps.unknown_options({"max_num_seqs": 3, "no_such_field": 1}) == ["no_such_field"]
-
-
-@pytest.mark.slow
-@pytest.mark.spawn
-def test_steps_are_measured_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing about speed: that the engine runs what the stage asks, and figures come of it."""
-    small = {
-        "num_hidden_layers": 2, "hidden_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 500,
-        "moe_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    }  # fmt: skip
-    modes = {"plain": {}, "graphs": {"enforce_eager": False}, "unknown": {"no_such_field": 1}}
-    monkeypatch.setattr(steps, "MODES", modes)
-    monkeypatch.setattr(steps, "BATCHES", (2,))
-    monkeypatch.setattr(steps, "CONTEXT", 64)
-    monkeypatch.setattr(steps, "_SHORT", 4)
-    monkeypatch.setattr(steps, "_LONG", 24)
-    raw = steps.raw_config() | small
-    engines = steps.Engines(tmp_path, raw, {"max_model_len": 256, "kv_cache_memory_bytes": 4 << 20})
-    made = {item.name: item for item in steps.items(engines, CEILINGS, "GPU-none", most_tokens=64)}
-    try:
-        assert made["decode, plain, batch 2"].run()["tokens_per_second"] != 0
-        assert made["prefill, plain, 64 tokens"].run()["times_floor"] > 0
-        assert "no GPM counter" in made["saturation, plain, batch 32"].run()["said"]
-        for mode, why in (("unknown", "no no_such_field"), ("graphs", "captures no CUDA graphs")):
-            with pytest.raises(LeftOut, match=why):
-                made[f"decode, {mode}, batch 2"].run()
-    finally:
-        engines.close()

@@ -1,0 +1,121 @@
+"""benchmarks/gpu_check.py on a GPU that is not there: everything but the GPU runs, with torch's own signatures."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import create_autospec
+
+import pytest
+import torch
+
+from benchmarks import gpu_check, gpu_check_device, gpu_check_linear, gpu_check_rows
+from benchmarks import gpu_check_speed as speed
+from benchmarks import gpu_check_steps as steps
+from benchmarks.gpu_check_inputs import Place, shrunk
+from benchmarks.gpu_check_plan import Record
+from benchmarks.gpu_check_stages import Run, speed_stage, steps_stage
+from moewe.models.published import published_config
+from moewe.native.gpu_counters import GpmCounter, open_counters
+from tests.support.fake_cuda import fake_cuda
+
+META = Place(device=torch.device("meta"))
+# Of deepseek attention alone.
+FORMATS = {"qwen3-30b-a3b": ("bf16", "fp8 128x128"), "deepseek-v3": (), "gpt-oss-120b": ("mxfp4",)}
+
+
+def run_of(stage: str, out: Path, seconds: float = 300.0) -> Run:
+    return Run(
+        argparse.Namespace(
+            stage=stage, out=out, seconds=seconds, until=time.monotonic() + seconds, keep_errors=False, layers=None
+        )
+    )
+
+
+def small_speeds(patch: pytest.MonkeyPatch) -> None:
+    for module in (speed, gpu_check_rows, gpu_check_linear):
+        patch.setattr(module, "published_config", lambda model: shrunk(published_config(model)))
+    patch.setattr(speed, "MODELS", FORMATS)
+    for module, name, value in (
+        (gpu_check_device, "_COPIED", 1 << 12), (gpu_check_device, "_SIDE", 16), (gpu_check_device, "_REPLAYS", 1),
+        (speed, "repeats_for", lambda floor: 1), (speed, "_MOST_COLD", 1), (speed, "held_experts", speed._Held()),
+        (speed, "_TOKENS", (2,)), (speed, "_INVARIANT_TOKENS", (2,)), (speed, "_COLD_BYTES", 1 << 15),
+        (speed, "_DECODES", ((2, 20),)), (speed, "_PREFILLS", ((0, 10),)), (gpu_check_rows, "_TOKENS", (2,)),
+        (gpu_check_rows, "_ROWS", (1,)), (gpu_check_linear, "_TOKENS", (2,)),
+    ):  # fmt: skip
+        patch.setattr(module, name, value)
+
+
+@pytest.mark.slow
+def test_everything_that_is_timed_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small_speeds(monkeypatch)
+    monkeypatch.setattr(gpu_check_device, "interpreting", lambda: False)
+    compiled: Callable[..., None] = create_autospec(gpu_check_device.compile_ahead)
+    monkeypatch.setattr(gpu_check_device, "compile_ahead", compiled)
+    with fake_cuda(monkeypatch):
+        speed_stage(run_of("speed", tmp_path))
+    compiled.assert_called_once()  # type: ignore[attr-defined]
+    record = Record.read(tmp_path / "speed.json")
+    assert record is not None and record.key["card"] == "fake"
+    wrong = {name: one for name, one in record.results.items() if "error" in one or "torch_error" in one}
+    assert not wrong and not record.left_out and record.finished
+    with_torch = [name for name, one in record.results.items() if "torch_us" in one]
+    assert any("experts" in name for name in with_torch) and any("decode" in name for name in with_torch)
+    gpu_check.printed("speed", record)
+    printed = capsys.readouterr().out.splitlines()
+    assert set(record.results) <= {line.split("  ")[0] for line in printed}
+    assert any(line.startswith("batch invariance, experts fp8") for line in printed)
+
+
+@pytest.mark.slow
+def test_torch_takes_the_shapes_of_the_baselines() -> None:
+    """What its checks of a GPU demand of types, strides and offsets is checked over tensors without memory, too."""
+    for model, formats in speed.MODELS.items():
+        if formats[0] != "bf16" or model == "gpt-oss-120b":
+            continue
+        config = published_config(model)
+        for call in (*speed._grouped_mm(model, 64, META, 1), *speed._sdpa(model, 4, 1, 1024, META, 1)):
+            assert call().shape[-1] in (config.hidden_size, config.head_dim)
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+def test_whole_steps_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an engine on the CPU; its counters beside those of a GPU."""
+    small = {
+        "num_hidden_layers": 2, "hidden_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 500,
+        "moe_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    }  # fmt: skip
+    counter = create_autospec(GpmCounter, instance=True)
+    counter.take.side_effect = [0.0, 1e9]
+    opened = create_autospec(open_counters, return_value=SimpleNamespace(memory=counter))
+    modes: dict[str, dict[str, Any]] = {
+        "graphs": steps.MODES["graphs"], "torch's kernels": steps.MODES["torch's kernels"], "none": {"no_field": 1},
+    }  # fmt: skip
+    for module, name, value in (
+        (steps, "MODES", modes), (steps, "BATCHES", (2,)), (steps, "CONTEXT", 64), (steps, "PROMPT", 64),
+        (steps, "_SHORT", 4), (steps, "_LONG", 24), (steps, "open_counters", opened),
+        (steps, "captures", lambda _: True),
+        (steps, "options_for_gpu", lambda: {"max_model_len": 256, "kv_cache_memory_bytes": 4 << 20}),
+        (gpu_check_device, "_COPIED", 1 << 12), (gpu_check_device, "_SIDE", 16),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    raw = steps.raw_config() | small
+    monkeypatch.setattr(steps, "raw_config", lambda layers: raw)
+    monkeypatch.setattr(gpu_check_device, "compile_ahead", create_autospec(gpu_check_device.compile_ahead))
+    with fake_cuda(monkeypatch):
+        steps_stage(run_of("steps", tmp_path))
+    record = Record.read(tmp_path / "steps.json")
+    assert record is not None and set(record.left_out.values()) == {"this version has no no_field"}
+    assert not any("error" in one for one in record.results.values()), record.results
+    assert record.results["decode, graphs, batch 2"]["goal"] is None
+    assert record.results["prefill, torch's kernels, 64 tokens"]["times_floor"] > 0
+    counted = record.results["saturation, graphs, batch 32"]
+    assert 0 < counted["counted_over_measured"] < 1 and "the engine counted" in counted["said"]
+    opened.assert_called_once_with("GPU-0-1")
