@@ -145,6 +145,32 @@ def test_shared_experts_run_while_rows_travel(name: str) -> None:
         assert before.count("sent") > before.count("there"), "rows were on their way, and nobody had waited for them"
 
 
+@pytest.mark.parametrize("name", OVER_LINKS)
+def test_experts_of_one_half_run_while_the_other_travels(name: str) -> None:
+    weights, inputs = all_weights(), [torch.randn(length, WIDTH) for length in (4, 3)]
+    placement = linear_placement(2, NUM_EXPERTS, 2)
+    shape = GroupShape(slot_ranges=placement.slot_ranges, domain_sizes=(1, 1))
+    hub = ThreadHub(shape.slot_ranges, shape=shape, timeout_s=30)
+
+    def work(rank: int, _: Exchange) -> list[str]:
+        log: list[str] = []
+        exchange = StepwiseExchange(
+            [join_over_links(name, shape, rank, lambda ranks: LoggedLink(hub.link(ranks, rank), log))]  # type: ignore[arg-type, return-value]
+        )
+        made, _ = layer(weights, placement, rank, exchange)
+        run_experts = made._run_experts
+        made._run_experts = lambda rows: log.append("experts") or run_experts(rows)  # type: ignore[method-assign]
+        exchange.begin_step(name, 2)
+        made(inputs[rank], HALVES)
+        return log
+
+    for log in run_threads(hub, work):
+        first, second = (i for i, what in enumerate(log) if what == "experts")
+        for at in (first, second):
+            under_way = log[:at].count("sent") - log[:at].count("there")
+            assert under_way > 0, f"rows of the other half, or answers to it, were on their way: {log}"
+
+
 def test_weights_that_both_halves_hit_are_read_twice() -> None:
     """The same row over and over hits the same experts in both halves; a row alone has no second half."""
     torch.manual_seed(5)

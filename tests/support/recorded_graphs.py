@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -28,10 +29,21 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+FORK, JOIN = "fork", "join"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A part of a graph: an operation of torch, the launch of a kernel, or one end of a collective."""
+
+    name: str
+    run: Callable[[], None]
+
+
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.nodes: list[Callable[[], None]] = []
+        self.nodes: list[Node] = []
         self.made: list[torch.Tensor] = []
 
     def __torch_dispatch__(
@@ -51,7 +63,7 @@ class _Recorder(TorchDispatchMode):
                 if any(old is own for own in fresh):
                     old.copy_(new)
 
-        self.nodes.append(again)
+        self.nodes.append(Node(func.overloadpacket.__name__, again))
         self.made += fresh
         return result
 
@@ -59,13 +71,29 @@ class _Recorder(TorchDispatchMode):
 class RecordedGraph:
     """What was captured."""
 
-    def __init__(self, nodes: Sequence[Callable[[], None]]) -> None:
+    def __init__(self, nodes: Sequence[Node]) -> None:
         self._nodes, self.num_replays = tuple(nodes), 0
+
+    @property
+    def names(self) -> list[str]:
+        return [node.name for node in self._nodes]
+
+    def meanwhile(self) -> list[list[str]]:
+        """Return for each collective, in the order in which they begin, what stands between its fork and its join."""
+        names, open_from, found = self.names, [], {}
+        for at, name in enumerate(names):
+            if name == FORK:
+                open_from.append(at)
+            elif name == JOIN:  # ends are taken in the order of beginnings
+                begun = open_from.pop(0)
+                found[begun] = [other for other in names[begun + 1 : at] if other not in (FORK, JOIN)]
+        assert not open_from, "a collective is never waited for"
+        return [found[begun] for begun in sorted(found)]
 
     def replay(self) -> None:
         self.num_replays += 1
         for node in self._nodes:
-            node()
+            node.run()
 
 
 class RecordingDevice:
@@ -119,7 +147,7 @@ def recorded_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             return
         with torch.utils._python_dispatch._disable_current_modes():
             really(launch)
-        recorder.nodes.append(lambda: really(launch))
+        recorder.nodes.append(Node(launch.name, lambda: really(launch)))
 
     with monkeypatch.context() as patch:
         patch.setattr(Launch, "run", run)
@@ -127,28 +155,48 @@ def recorded_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class RecordedLink:
-    """`Link` whose collectives a graph can hold, over one that joins threads. Within a capture none is begun."""
+    """`Link` whose collectives a graph can hold, over one that joins threads. Within a capture none is begun.
 
-    def __init__(self, link: Link) -> None:
+    As on a GPU, whose exchange has a stream of its own, a collective is a branch of the graph: it may run from FORK on,
+    where it was begun, and must have run at JOIN, where its rows were asked for.
+
+    Args:
+        link: what really joins the members.
+        late: in a replay it runs at JOIN, else at FORK. Whatever is computed between them must not show which.
+    """
+
+    def __init__(self, link: Link, *, late: bool = False) -> None:
         self._link, self.size, self.index, self.held_bytes = link, link.size, link.index, 0
+        self._late = late
 
     def start(
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], *, evenly: bool = False
     ) -> Pending:
-        return self._node(lambda: self._link.start(rows, sent, received, evenly=evenly)(), rows, sum(received))
+        return self._branch(lambda: self._link.start(rows, sent, received, evenly=evenly)(), rows, sum(received))
 
     def gather(self, rows: torch.Tensor) -> Pending:
-        return self._node(lambda: self._link.gather(rows)(), rows, self.size * len(rows))
+        return self._branch(lambda: self._link.gather(rows)(), rows, self.size * len(rows))
 
-    def _node(self, run: Callable[[], torch.Tensor], rows: torch.Tensor, num_arriving: int) -> Pending:
+    def _branch(self, run: Callable[[], torch.Tensor], rows: torch.Tensor, num_arriving: int) -> Pending:
         recorder: _Recorder | None = getattr(_recording, "recorder", None)
         if recorder is None:
             return run
         with torch.utils._python_dispatch._disable_current_modes():
             arrived = rows.new_zeros(num_arriving, rows.shape[1])
 
-        def again() -> None:
-            arrived.copy_(run())
+        def begin() -> None:
+            arrived.fill_(0xAA)  # nobody is to read it before the join
+            if not self._late:
+                arrived.copy_(run())
 
-        recorder.nodes.append(again)
-        return lambda: arrived
+        def end() -> None:
+            if self._late:
+                arrived.copy_(run())
+
+        def wait() -> torch.Tensor:
+            nodes.append(Node(JOIN, end))
+            return arrived
+
+        nodes = recorder.nodes
+        nodes.append(Node(FORK, begin))
+        return wait

@@ -55,10 +55,14 @@ def test_a_room_keeps_every_buffer_where_it_is() -> None:
 
 
 class Collectives:
-    """torch.distributed for a rank whose only peer sends what it sends; keeps what was handed over."""
+    """torch.distributed for a rank whose only peer sends what it sends; keeps what was handed over.
+
+    Rows travel as late as they may: when they are waited for.
+    """
 
     def __init__(self) -> None:
         self.ends: list[tuple[int, int]] = []
+        self.log: list[str] = []
 
     def get_world_size(self, group: object) -> int:
         return 2
@@ -66,15 +70,42 @@ class Collectives:
     def get_rank(self, group: object) -> int:
         return 0
 
-    def all_gather_into_tensor(self, arrived: torch.Tensor, rows: torch.Tensor, **_: Any) -> SimpleNamespace:
+    def all_gather_into_tensor(
+        self, arrived: torch.Tensor, rows: torch.Tensor, *, group: object, async_op: bool
+    ) -> SimpleNamespace:
+        assert async_op, "else torch takes the stream that computes, and nothing runs meanwhile"
         return self._work(arrived, rows, lambda: arrived.copy_(rows.repeat(2, 1)))
 
-    def all_to_all_single(self, arrived: torch.Tensor, rows: torch.Tensor, *_: Any, **__: Any) -> SimpleNamespace:
+    def all_to_all_single(
+        self, arrived: torch.Tensor, rows: torch.Tensor, *counts: Any, group: object, async_op: bool
+    ) -> SimpleNamespace:
+        assert async_op, "see there"
         return self._work(arrived, rows, lambda: arrived.copy_(rows))
 
     def _work(self, arrived: torch.Tensor, rows: torch.Tensor, done: Callable[[], Any]) -> SimpleNamespace:
         self.ends.append((rows.data_ptr(), arrived.data_ptr()))
-        return SimpleNamespace(wait=done)
+        self.log.append("begun")
+
+        def wait() -> None:
+            self.log.append("waited")
+            done()
+
+        return SimpleNamespace(wait=wait)
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_a_collective_is_begun_at_once_and_waited_for_where_rows_are_asked_for(
+    registered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collectives = Collectives()
+    monkeypatch.setattr(links, "dist", collectives)
+    room = RegisteredRoom(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8)) if registered else None
+    link = links.DistributedLink(None, room)
+    rows = torch.arange(8, dtype=torch.uint8).view(4, 2)
+    gathered, sent = link.gather(rows), link.start(rows, [2, 2], [2, 2], evenly=True)
+    assert collectives.log == ["begun"] * 2
+    assert sent().tolist() == rows.tolist() and collectives.log == ["begun", "begun", "waited"]
+    assert gathered().tolist() == rows.repeat(2, 1).tolist() and collectives.log[-1] == "waited"
 
 
 def test_both_ends_of_fixed_shapes_are_registered_and_of_others_neither(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,11 @@ import threading
 import pytest
 import torch
 
-from moewe.moe.wide_ep.exchanges import Exchange, GroupShape, PaddedExchange
+from moewe.moe.wide_ep.exchanges import Exchange, GroupShape, PaddedExchange, StagedExchange
 from moewe.moe.wide_ep.exchanges.joining import join_over_links
 from moewe.moe.wide_ep.exchanges.links import LoneLink
 from moewe.moe.wide_ep.exchanges.rehearsed_link import RehearsedLink
+from moewe.moe.wide_ep.exchanges.stages import ROWS, Stages, in_turns
 from moewe.moe.wide_ep.exchanges.thread_links import ThreadMeetings
 from moewe.runtime.graphs.capture import DecodeGraphs, StepTensors
 from moewe.runtime.graphs.ladder import GraphLadder, GraphShape
@@ -24,7 +25,7 @@ GROUP = GroupShape(slot_ranges=((0, 2), (2, 4)))
 
 
 class Step:
-    """Rows of static numbers, sent to experts that double them."""
+    """Rows of static numbers, sent to experts that double them; twice themselves and their negative come on top."""
 
     def __init__(self, exchange: Exchange, log: list[str]) -> None:
         self.numbers = torch.zeros(4)
@@ -39,11 +40,23 @@ class Step:
         x, slots = self.numbers[: shape.rows, None].expand(-1, WIDTH).contiguous(), self.slots[: shape.rows]
         if hasattr(self._exchange, "begin_step"):
             self._exchange.begin_step(shape.rows)
-        arrived = self._exchange.dispatch(x, slots)
-        hidden = x + self._exchange.combine(2 * arrived.rows, torch.ones(shape.rows, 1), arrived.handle)
+        shared: list[torch.Tensor] = []
+
+        def meanwhile(travelling: str) -> None:
+            if travelling == ROWS:
+                shared.append(x.neg())
+
+        assert isinstance(self._exchange, StagedExchange)
+        (routed,) = in_turns([_layer(self._exchange, x, slots)], meanwhile)
+        hidden = 2 * x + routed + shared[0]
         logits = hidden @ torch.arange(WIDTH * VOCAB, dtype=torch.float32).view(WIDTH, VOCAB)
         finite = torch.isfinite(hidden).all(-1)
         return StepTensors(hidden=hidden, logits=logits, best=logits.argmax(-1), finite=finite, well=finite)
+
+
+def _layer(exchange: StagedExchange, x: torch.Tensor, slots: torch.Tensor) -> Stages[torch.Tensor]:
+    arrived = yield from exchange.dispatching(x, slots)
+    return (yield from exchange.combining(2 * arrived.rows, torch.ones(len(x), 1), arrived.handle))
 
 
 def graphs(exchange: Exchange, device: RecordingDevice | None = None) -> tuple[DecodeGraphs, Step, list[str]]:
@@ -124,22 +137,27 @@ def test_a_step_that_does_not_run_at_all_is_one_error(verb: str) -> None:
         getattr(made, verb)(lambda: None)
 
 
-def test_ranks_replay_together_and_one_of_them_without_rows_or_a_graph() -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_ranks_replay_together_and_one_of_them_without_rows_or_a_graph(late: bool) -> None:
     """Rank 1 has nothing to do in one step and runs another eagerly beside a replay: what they exchange is the same."""
     meetings = ThreadMeetings(10.0)
     shape, all_ready = GraphShape(2, 8), threading.Barrier(2, timeout=10.0)
 
     def work(rank: int) -> list[torch.Tensor]:
         exchange = join_over_links(
-            "padded", GROUP, rank, lambda ranks: RehearsedLink(RecordedLink(meetings.link(ranks, rank)))
+            "padded", GROUP, rank, lambda ranks: RehearsedLink(RecordedLink(meetings.link(ranks, rank), late=late))
         )
-        made, step, _ = graphs(exchange)
+        device = RecordingDevice()
+        made, step, _ = graphs(exchange, device)
         if rank == 1:
             all_ready.wait()  # rank 0 has compiled all it needs by now, alone
         made.rehearse(lambda: None)
         if rank == 0:
             all_ready.wait()
         made.capture(lambda: None)
+        for graph in device.graphs:
+            dispatch, answers = graph.meanwhile()
+            assert "neg" in dispatch and "neg" not in answers, "what needs no rows runs while they travel"
         found = []
         for number, graphed in ((1.0, True), (3.0, rank == 0), (5.0, True)):
             rows = 0 if rank == 1 and number == 1.0 else 2
