@@ -40,28 +40,28 @@ def compile_launch(launch: Launch, target: GpuTarget) -> CompiledKernel:
     """Compile what `launch` would run on `target`."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     assert not interpreting(), "kernels of this process are interpreted: TRITON_INTERPRET must not be set"
-    signature = signature_of(launch)
-    source = ASTSource(
-        fn=launch.kernel,
-        signature=signature.types,
-        constexprs={name: signature.constants[name] for name in signature.types if name in signature.constants},
-        attrs={(launch.kernel.arg_names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in signature.aligned},
-    )
-    options = {
-        "num_warps": launch.num_warps,
-        "num_stages": launch.num_stages,
-        "enable_fp_fusion": launch.fuses_products,
-    }
-    made = triton.compile(source, target=GPUTarget("cuda", target.capability, 32), options=options)
+    made = triton.compile(source_of(launch), target=GPUTarget("cuda", target.capability, 32), options=launch.options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
         listing = _disassemble(file.name)
     usage, instructions = parse_usage(listing), parse_instructions(listing)
     return CompiledKernel(**asdict(usage), shared_bytes=int(made.metadata.shared), **asdict(instructions))
+
+
+def source_of(launch: Launch) -> Any:
+    """Return what Triton compiles (`ASTSource`), which is what its JIT would make of the arguments on a GPU."""
+    from triton.compiler import ASTSource
+
+    signature = signature_of(launch)
+    return ASTSource(
+        fn=launch.kernel,
+        signature=signature.types,
+        constexprs={name: signature.constants[name] for name in signature.types if name in signature.constants},
+        attrs={(launch.kernel.arg_names.index(name),): [["tt.divisibility", ALIGNMENT]] for name in signature.aligned},
+    )
 
 
 def launch_key(launch: Launch, target: GpuTarget) -> str:

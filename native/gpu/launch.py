@@ -48,6 +48,13 @@ class Launch:
         """The kernel's."""
         return str(self.kernel.__name__)
 
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """What the compiler is told besides types and constants."""
+        return {
+            "num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fuses_products,
+        }  # fmt: skip
+
     def run(self) -> None:
         """Start it on the device of its tensors; with an interpreted kernel, do it now."""
         if not math.prod(self.grid):
@@ -59,13 +66,7 @@ class Launch:
             self._start()
 
     def _start(self) -> None:
-        self.kernel[self.grid](
-            **self.arguments,
-            **self.constants,
-            num_warps=self.num_warps,
-            num_stages=self.num_stages,
-            enable_fp_fusion=self.fuses_products,
-        )
+        self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
 
 
 def interpreting() -> bool:
