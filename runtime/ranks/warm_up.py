@@ -25,13 +25,14 @@ def warm_up_sizes(block_size: int, most_rows: int, *, compiles: bool) -> list[in
         compiles: kernels take another form for other numbers of rows, and are compiled when they first run.
 
     Example:
-        Blocks of 16, 100 rows: 100, 64, 32, 16 and 8 where forms are compiled, else 8 alone.
+        Blocks of 16, 100 rows: 100, 64, 32, 16, 8, 4 and 2 where forms are compiled, else 8 alone. One row is what
+        each of them decodes.
     """
     fewest = max(1, min(WARM_UP_TOKENS, block_size - 1))
-    if not compiles or most_rows <= fewest:
+    if not compiles:
         return [fewest]
-    powers = [1 << i for i in range(fewest.bit_length(), most_rows.bit_length())]
-    return sorted({fewest, most_rows, *powers}, reverse=True)
+    powers = [1 << i for i in range(1, most_rows.bit_length())]
+    return sorted({max(1, most_rows), *powers}, reverse=True)
 
 
 def warm_up_plans(
@@ -45,7 +46,7 @@ def warm_up_plans(
         num_blocks: of each cache group; where they are few the sequence takes them in circles.
         num_tokens: of the prompt.
     """
-    sampling = SamplingState(temperature=1.0, top_p=0.9, top_k=0, seed=0, num_logprobs=-1, eos_token_ids=())
+    sampling = SamplingState(temperature=1.0, top_p=0.9, top_k=0, seed=0, num_logprobs=1, eos_token_ids=())
     prompt = Admission(
         slot=0, sequence_id=0, tokens=pack(np.zeros(num_tokens)), max_length=num_tokens + 2, sampling=sampling
     )

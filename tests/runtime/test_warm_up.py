@@ -6,9 +6,9 @@ from moewe.runtime.ranks.warm_up import warm_up_sizes
 
 
 def test_every_power_of_two_is_tried_where_kernels_are_compiled() -> None:
-    assert warm_up_sizes(16, 100, compiles=True) == [100, 64, 32, 16, 8]
-    assert warm_up_sizes(16, 64, compiles=True) == [64, 32, 16, 8]
-    assert warm_up_sizes(4, 9, compiles=True) == [9, 8, 4, 3]
+    assert warm_up_sizes(16, 100, compiles=True) == [100, 64, 32, 16, 8, 4, 2]
+    assert warm_up_sizes(16, 64, compiles=True) == [64, 32, 16, 8, 4, 2]
+    assert warm_up_sizes(4, 9, compiles=True) == [9, 8, 4, 2]
 
 
 def test_otherwise_one_is_enough() -> None:

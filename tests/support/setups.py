@@ -35,7 +35,7 @@ class Setup:
         depth: steps in flight.
         keep_logits: record the logits of every row.
         eos_token_ids: end tokens; None takes the model's.
-        exchange, exchange_payload, overlap, kernels, batch_invariant: as the options.
+        device, exchange, exchange_payload, overlap, kernels, batch_invariant: as the options.
         eplb: as the option; with `auto` a `Group` can `move` experts.
         eplb_load: by which experts are placed, [MoE layers, experts] i64 as bytes; empty places them evenly.
         eplb_slots: where they stand, [MoE layers, slots] i32 as bytes, if that does not follow from the load alone.
@@ -57,6 +57,7 @@ class Setup:
     depth: int = 2
     keep_logits: bool = True
     eos_token_ids: tuple[int, ...] | None = None
+    device: str = "cpu"
     exchange: str = "auto"
     exchange_payload: str = "auto"
     overlap: str = "auto"
@@ -79,6 +80,7 @@ class Setup:
             ),
             parallel=ParallelOptions(
                 topology=parse_topology(self.topology).long(),
+                device=self.device,
                 ranks="threads",
                 threads=1,
                 exchange=self.exchange,

@@ -1,0 +1,199 @@
+"""The whole life of a rank on a GPU that is not there: weights, KV, warm-up, graphs and requests with all they can ask.
+
+Every tensor lies where the operation that takes it needs it, captured steps do nothing that a capture does not survive,
+and no request makes a kernel compile. Numbers are proven elsewhere (test_wired.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from moewe.models.families import load_config
+from moewe.models.kernels.norm import norm_launch
+from moewe.moe.wide_ep.exchanges import Exchange, LocalExchange, join_all_over_links
+from moewe.moe.wide_ep.exchanges.links import Pending
+from moewe.moe.wide_ep.exchanges.rehearsed_link import RehearsedLink
+from moewe.runtime.config import GraphOptions
+from moewe.runtime.graphs.choosing import why_eager
+from moewe.runtime.params import SamplingParams
+from moewe.runtime.placements import expert_placement
+from moewe.runtime.plan import result_of_ranks
+from moewe.runtime.rank_parts import group_shape
+from moewe.runtime.scheduler import Request, Scheduler
+from moewe.runtime.worker import Worker
+from moewe.telemetry import ProgressBoard
+from moewe.topologies.exchange_choice import exchanges_to_join
+from tests.gpu.test_wired import OTHERS, SMALLER
+from tests.support.fake_gpu import FakeGpuError, fake_gpu
+from tests.support.fixtures import checkpoint, random_prompt
+from tests.support.quantised import fp8_checkpoint, mxfp4_checkpoint
+from tests.support.setups import Setup
+
+pytestmark = pytest.mark.slow  # torch's fakes take seconds to import
+SETUP = Setup(
+    device="cuda", dtype="bfloat16", num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128
+)
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+# A prompt of two chunks and chance; every edit of logits; log-probabilities of both kinds.
+REQUESTS = [
+    (70, SamplingParams(max_tokens=6, top_p=0.9, top_k=5, min_p=0.01, ignore_eos=True)),
+    (3, SamplingParams(max_tokens=4, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.2,
+                       logit_bias={3: 1.0}, bad_word_tokens=((1, 2), (5,)), ignore_eos=True)),
+    (20, SamplingParams(max_tokens=9, temperature=0.0, logprobs=3, prompt_logprobs=2, ignore_eos=True)),
+    (1, GREEDY),
+]  # fmt: skip
+
+
+class Echo:
+    """`Link` of two ranks that brings zeros from the other one."""
+
+    size, held_bytes = 2, 0
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def start(
+        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], *, evenly: bool = False
+    ) -> Pending:
+        assert len(rows) == sum(sent)
+        return lambda: rows.new_zeros(sum(received), rows.shape[1])
+
+    def gather(self, rows: torch.Tensor) -> Pending:
+        return lambda: rows.new_zeros(self.size * len(rows), rows.shape[1])
+
+
+class Ranks:
+    """A group on one GPU that is not there, one rank after the other, and its scheduler."""
+
+    def __init__(self, path: Path, setup: Setup) -> None:
+        config, model, rule = setup.engine_config(path), load_config(path), setup.exchange_rule()
+        eager = why_eager(config, rule.grid.topology, rule.name("decode", 1)) is not None  # as starting it settles
+        config = msgspec.structs.replace(config, graphs=GraphOptions(enforce_eager=eager))
+        placement = expert_placement(config, model)
+        names, shape = exchanges_to_join(rule.grid, rule.facts), group_shape(config, placement)
+
+        def exchange(rank: int) -> Exchange:
+            if shape.num_ranks == 1:
+                return LocalExchange(placement.num_slots)
+            return join_all_over_links(names, shape, rank, lambda ranks: RehearsedLink(Echo(rank)))
+
+        self.workers = [
+            Worker(
+                config, rank=rank, num_ranks=shape.num_ranks, exchange=exchange(rank), placement=placement,
+                progress=ProgressBoard(shape.num_ranks).rank(rank), on_loading=lambda *_, **__: None,
+            )
+            for rank in range(shape.num_ranks)
+        ]  # fmt: skip
+        self.loaded = [worker.load() for worker in self.workers]
+        for worker in self.workers:
+            worker.allocate(setup.num_blocks)
+        self.allocated = [worker.warm_up() for worker in self.workers]
+        self.scheduler = Scheduler(setup.scheduler_config(model))
+
+    def run(
+        self, requests: Sequence[tuple[int, SamplingParams]], on_step: Callable[[str], None] = lambda kind: None
+    ) -> int:
+        """Run requests, each with the length of its prompt, to their end; return how many tokens came."""
+        for i, (length, params) in enumerate(requests):
+            prompt = np.asarray(random_prompt(length, seed=length), np.int32)
+            self.scheduler.add(Request(f"request-{i}", prompt, params, seed=i, arrival=float(i)))
+        num_tokens = 0
+        while (plan := self.scheduler.schedule()) is not None:
+            own = plan.of_ranks(1)
+            results = [worker.run(plan.header, each) for worker, each in zip(self.workers, own, strict=True)]
+            on_step(plan.header.kind)
+            for update in self.scheduler.apply(result_of_ranks(plan.header.step, results, 1)):
+                assert update.error is None, update
+                num_tokens += len(update.token_ids)
+        return num_tokens
+
+
+def graphs_of(ranks: Ranks) -> int:
+    """Return how many graphs all ranks are to hold."""
+    held = [worker._forward.graphs for worker in ranks.workers]
+    return sum(len(graphs.ladder.shapes) for graphs in held if graphs is not None)
+
+
+CASES: dict[str, tuple[Callable[[], Path], Setup]] = {
+    "sinks and windows": (lambda: checkpoint("T-GOS", **SMALLER["T-GOS"]), SETUP),
+    "latents, groups and dense layers": (lambda: checkpoint("T-DS3", **SMALLER["T-DS3"]), SETUP),
+    "long frequencies": (lambda: checkpoint("T-PHI", **OTHERS["T-PHI"]), SETUP),
+    "mxfp4": (
+        lambda: mxfp4_checkpoint("T-GOS", num_hidden_layers=2, layer_types=["full_attention"] * 2)[0],
+        replace(SETUP, kv_cache_dtype="fp8"),
+    ),
+    "fp8 and batch-invariant": (
+        lambda: fp8_checkpoint("T-DS3", (16, 32), num_hidden_layers=2)[0],
+        replace(SETUP, batch_invariant=True, kv_cache_dtype="int8"),
+    ),
+    "without experts": (lambda: checkpoint("T-LLA"), SETUP),
+    "fp8 that no kernel reads": (lambda: fp8_checkpoint("T-DS3", (48, 40), num_hidden_layers=2)[0], SETUP),
+    "torch alone": (lambda: checkpoint("T-DS3", **SMALLER["T-DS3"]), replace(SETUP, kernels="torch")),
+    "two ranks, padded": (lambda: checkpoint("T-MIX", **SMALLER["T-MIX"]), replace(SETUP, topology="EP2DP1")),
+    "two ranks, all to all": (
+        lambda: checkpoint("T-MIX", **SMALLER["T-MIX"]),
+        replace(SETUP, topology="EP2DP1[red=2]", exchange="all_to_all"),
+    ),
+}  # fmt: skip
+# Where graphs cannot be: shapes follow from numbers that the host has to look at.
+UNCAPTURED = ("fp8 that no kernel reads", "torch alone", "two ranks, all to all")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_tensor_lies_where_it_is_used(name: str) -> None:
+    make, setup = CASES[name]
+    path = make()
+    with fake_gpu() as gpu:
+        ranks = Ranks(path, setup)
+        assert len(gpu.captured) == graphs_of(ranks) and bool(gpu.captured) == (name not in UNCAPTURED)
+        for start, stop in gpu.captured:
+            eager = gpu.launches[2 * start - stop : start]
+            assert gpu.launches[start:stop] == eager, "a capture launches what the step before it did"
+        compiled, num_launches = set(gpu.launches), len(gpu.launches)
+        assert ranks.run(REQUESTS) == 25
+        assert not set(gpu.launches[num_launches:]) - compiled, "a request waits for a compiler"
+
+
+def test_steps_that_are_replayed_launch_nothing_and_wait_once() -> None:
+    """What they wait for is an event of the stream behind the copies of their results, which do not wait."""
+    path, seen = checkpoint("T-GOS", **SMALLER["T-GOS"]), []
+    with fake_gpu() as gpu:
+        ranks = Ranks(path, SETUP)
+        before = len(gpu.launches), len(gpu.waits)
+
+        def on_step(kind: str) -> None:
+            nonlocal before
+            now = len(gpu.launches), len(gpu.waits)
+            seen.append((kind, now[0] - before[0], now[1] - before[1]))
+            before = now
+
+        ranks.run([(20, GREEDY)], on_step)
+    (prefill, *_), *decodes, last = seen
+    assert prefill == "prefill" and decodes == [("decode", 0, 0)] * 4
+    assert last[:2] == ("decode", 0)  # counters go out with it
+
+
+def test_what_a_gpu_would_refuse_is_refused() -> None:
+    here = torch.ones(2, 4)
+    with fake_gpu() as gpu:
+        there = here.to("cuda")
+        norm_launch(there, there[0], eps=0.0, added=None, multiplier=1.0, out=there * 2).run()
+        with pytest.raises(FakeGpuError, match="weight on cpu"):
+            norm_launch(there, here[0], eps=0.0, added=None, multiplier=1.0, out=there * 2).run()
+        with pytest.raises(RuntimeError, match="device"):
+            there + here
+        gpu.begin_capture()
+        for look in (
+            lambda: there.sum().item(), lambda: there[there > 0], lambda: there.cpu(), lambda: here.to("cuda"),
+            lambda: there[torch.zeros(1, dtype=torch.int64)], lambda: torch.zeros(2, pin_memory=True),
+            lambda: here.copy_(there),
+        ):  # fmt: skip
+            with pytest.raises(FakeGpuError, match="while a graph is captured"):
+                look()
