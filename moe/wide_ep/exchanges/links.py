@@ -7,6 +7,7 @@ Shapes: rows are u8 [N, B]; `sent[i]` consecutive ones go to member i. Units: by
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -121,48 +122,56 @@ class DistributedLink:
         self._group, self._room = process_group, room
         self.size, self.index = dist.get_world_size(process_group), dist.get_rank(process_group)
         self.held_bytes = 0
-        self._under_way = {"start": 0, "gather": 0}  # in registered memory
+        self._under_way: dict[str, set[int]] = {"start": set(), "gather": set()}  # in registered memory
 
     def start(
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], *, evenly: bool = False
     ) -> Pending:
         """Begin an all-to-all; see `Link.start`."""
-        rows, arrived = self._ends("start", rows, sum(received), is_fixed=evenly)
+        turn = self._turn("start") if evenly else None
+        rows, arrived = self._ends("start", rows, sum(received), turn)
         with blaming_peers():
             work = dist.all_to_all_single(arrived, rows, list(received), list(sent), group=self._group, async_op=True)
-        return self._waiting("start", work, rows, arrived, is_fixed=evenly)
+        return self._waiting("start", work, rows, arrived, turn)
 
     def gather(self, rows: torch.Tensor) -> Pending:
         """Begin an all-gather; see `Link.gather`."""
-        rows, arrived = self._ends("gather", rows, self.size * rows.shape[0], is_fixed=True)
+        turn = self._turn("gather")
+        rows, arrived = self._ends("gather", rows, self.size * rows.shape[0], turn)
         with blaming_peers():
             work = dist.all_gather_into_tensor(arrived, rows, group=self._group, async_op=True)
-        return self._waiting("gather", work, rows, arrived, is_fixed=True)
+        return self._waiting("gather", work, rows, arrived, turn)
+
+    def _turn(self, kind: str) -> int | None:
+        """Return a place in registered memory that nothing under way has, the same on all ranks; None without any."""
+        if self._room is None:
+            return None
+        taken = self._under_way[kind]
+        turn = next(number for number in itertools.count() if number not in taken)
+        taken.add(turn)
+        return turn
 
     def _ends(
-        self, kind: str, rows: torch.Tensor, num_arriving: int, *, is_fixed: bool
+        self, kind: str, rows: torch.Tensor, num_arriving: int, turn: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what is sent, and where as many rows will arrive; both in registered memory or neither."""
-        if self._room is None or not is_fixed:
+        """Return what is sent, and where as many rows will arrive; with a turn both are in registered memory."""
+        if self._room is None or turn is None:
             return rows, rows.new_empty(num_arriving, rows.shape[1])
-        turn = self._under_way[kind]
-        self._under_way[kind] += 1
         sent = self._room.take(f"{kind} sent", turn, *rows.shape)
         sent.copy_(rows)
         return sent, self._room.take(f"{kind} arrived", turn, num_arriving, rows.shape[1])
 
     def _waiting(
-        self, kind: str, work: dist.Work | None, rows: torch.Tensor, arrived: torch.Tensor, *, is_fixed: bool
+        self, kind: str, work: dist.Work | None, rows: torch.Tensor, arrived: torch.Tensor, turn: int | None
     ) -> Pending:
         self.held_bytes = max(self.held_bytes, rows.nbytes + arrived.nbytes)
-        is_registered = self._room is not None and is_fixed
 
         def wait() -> torch.Tensor:
             assert work is not None
             with blaming_peers():
                 work.wait()
-            if is_registered:
-                self._under_way[kind] -= 1
+            if turn is not None:
+                self._under_way[kind].remove(turn)
             return arrived
 
         return wait

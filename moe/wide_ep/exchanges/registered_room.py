@@ -57,7 +57,7 @@ class RegisteredRoom:
 
         Args:
             kind: of the collective, and of its end.
-            turn: collectives of the same kind that are under way.
+            turn: a number that no other collective of the same kind which is under way has.
             num_rows, row_bytes: of what travels.
         """
         wanted = num_rows * row_bytes

@@ -128,6 +128,10 @@ def test_both_ends_of_fixed_shapes_are_registered_and_of_others_neither(monkeypa
     assert [{sent, arrived} <= known for sent, arrived in collectives.ends] == [True] * 4 + [False]
     assert collectives.ends[0] == collectives.ends[2] != collectives.ends[1], "a graph may know them"
     assert not known & set(collectives.ends[4])
+    first, second = link.gather(rows), link.gather(rows + 8)
+    first()
+    third = link.gather(rows + 16)  # while the second is under way, which keeps its place
+    assert [second().tolist(), third().tolist()] == [(rows + add).repeat(2, 1).tolist() for add in (8, 16)]
 
 
 class Backend:
