@@ -97,6 +97,7 @@ def open_room(
         pools.append(pool)  # a pool that is forgotten gives its memory back
         return buffer
 
+    agree(True)  # the first collective makes the communicator, without which nothing can be registered
     reason = ""
     try:
         allocate(_ALIGNMENT)

@@ -135,15 +135,17 @@ def test_both_ends_of_fixed_shapes_are_registered_and_of_others_neither(monkeypa
 
 
 class Backend:
-    """Registers pools, unless it cannot."""
+    """Registers pools as torch does: once its communicator is there, which the first collective makes."""
 
     mem_allocator = "allocator"
 
     def __init__(self, error: Exception | None = None) -> None:
         self.pools: list[Any] = []
-        self._error = error
+        self.has_communicator, self._error = False, error
 
     def register_mem_pool(self, pool: Any) -> None:
+        if not self.has_communicator:
+            raise RuntimeError("NCCL communicator has not been initialized before mem pool creation")
         if self._error is not None:
             raise self._error
         self.pools.append(pool)
@@ -155,15 +157,20 @@ class Backend:
         (Backend(), True, None),
         (Backend(), False, "another rank cannot"),
         (Backend(RuntimeError("NCCL is too old\nsee")), True, "NCCL is too old"),
-        (object(), True, "mem_allocator"),
+        (SimpleNamespace(), True, "mem_allocator"),
     ],
 )
 def test_ranks_agree_on_registering(
     backend: Any, others: bool, reason: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
+
+    def agree(could: bool) -> bool:
+        backend.has_communicator = True
+        return could and others
+
     room = open_room(
-        backend, torch.device("cpu"), lambda could: could and others,
+        backend, torch.device("cpu"), agree,
         make_pool=lambda allocator: (allocator,), use_pool=lambda pool: nullcontext(),
     )  # fmt: skip
     assert (room is None) == (reason is not None) and (reason or "") in caplog.text
