@@ -55,7 +55,7 @@ from .ranks.choice import Choice, agree, healthy_slots
 from .ranks.finish import Committed, Outcome
 from .ranks.held_memory import HeldMemory
 from .ranks.host_memory import Fetcher
-from .ranks.loading import attends_natively, kernels_of, load_options
+from .ranks.loading import attends_natively, device_of, kernels_of, load_options
 from .ranks.logit_edits import LogitEdits, edited
 from .ranks.memory import blocks_that_fit, gpu_counters, matrix_rates, read_bandwidth, resident_on
 from .ranks.metered import metered
@@ -111,7 +111,7 @@ class Worker:
             self.model_config.dtype if config.model.dtype == "auto" else config.model.dtype
         )
         self.kv_format = parse_kv_format(config.cache.kv_cache_dtype, self.number_format)
-        self.device = torch.device(config.parallel.device)
+        self.device = device_of(config)
         self._kernels = kernels_of(config, self._own_config, self.device)
         self._counters = RankCounters(len(self.model_config.moe_layers), placement.num_local_slots(rank))
         self._clock = StepClock(self._counters)

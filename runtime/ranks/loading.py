@@ -18,6 +18,12 @@ from ...quant import NumberFormat, can_pack, weight_scheme
 from ..config import EngineConfig
 
 
+def device_of(config: EngineConfig) -> torch.device:
+    """Return the device of this rank: of GPUs the current one by its number, which every thread takes for the same."""
+    name = config.parallel.device
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+
 def kernels_of(config: EngineConfig, model: ModelConfig, device: torch.device) -> KernelChoice:
     """Return what of `model`, or of this rank's share of it, runs in kernels of a GPU."""
     parallel = config.parallel
@@ -37,7 +43,7 @@ def load_options(
     share: HeadShare,
 ) -> LoadOptions:
     """Return how `rank` reads its weights. Where native kernels multiply them, those get their threads here."""
-    options, device = config.model, torch.device(config.parallel.device)
+    options, device = config.model, device_of(config)
     native = config.parallel.kernels == "auto" and can_pack(number_format.torch_dtype, device)
     if native:
         set_threads(torch.get_num_threads())

@@ -31,7 +31,7 @@ from moewe.runtime.worker import Worker
 from moewe.telemetry import ProgressBoard
 from moewe.topologies.exchange_choice import exchanges_to_join
 from tests.gpu.test_wired import OTHERS, SMALLER
-from tests.support.fake_gpu import FakeGpuError, fake_gpu
+from tests.support.fake_gpu import DEVICE, FakeGpuError, fake_gpu
 from tests.support.fixtures import checkpoint, random_prompt
 from tests.support.quantised import fp8_checkpoint, mxfp4_checkpoint
 from tests.support.setups import Setup
@@ -183,7 +183,7 @@ def test_steps_that_are_replayed_launch_nothing_and_wait_once() -> None:
 def test_what_a_gpu_would_refuse_is_refused() -> None:
     here = torch.ones(2, 4)
     with fake_gpu() as gpu:
-        there = here.to("cuda")
+        there = here.to(DEVICE)
         norm_launch(there, there[0], eps=0.0, added=None, multiplier=1.0, out=there * 2).run()
         with pytest.raises(FakeGpuError, match="weight on cpu"):
             norm_launch(there, here[0], eps=0.0, added=None, multiplier=1.0, out=there * 2).run()
@@ -191,7 +191,7 @@ def test_what_a_gpu_would_refuse_is_refused() -> None:
             there + here
         gpu.begin_capture()
         for look in (
-            lambda: there.sum().item(), lambda: there[there > 0], lambda: there.cpu(), lambda: here.to("cuda"),
+            lambda: there.sum().item(), lambda: there[there > 0], lambda: there.cpu(), lambda: here.to(DEVICE),
             lambda: there[torch.zeros(1, dtype=torch.int64)], lambda: torch.zeros(2, pin_memory=True),
             lambda: here.copy_(there),
         ):  # fmt: skip

@@ -25,7 +25,7 @@ from moewe.native.gpu.compiling import launch_key
 
 TARGET: GpuTarget = TARGETS[90]
 MEMORY_BYTES = 8 << 30
-DEVICE = torch.device("cuda", 0)
+DEVICE = torch.device("cuda", 1)  # of a rank; what forgets the number is on the first GPU
 _CUDA, _META = 1, 14  # c10::DeviceType
 _ROOM = 1 << 40  # addresses of a tensor's memory; more than any has
 
@@ -179,7 +179,7 @@ def _guard_nothing() -> None:
 
 @contextmanager
 def fake_gpu() -> Iterator[FakeGpu]:
-    """Let torch and launches believe in one H200, in this thread."""
+    """Let torch and launches believe in an H200, in this thread."""
     _guard_nothing()
     gpu = FakeGpu()
     properties = SimpleNamespace(
@@ -187,7 +187,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
         shared_memory_per_block_optin=TARGET.shared_bytes, uuid="00000000-0000-0000-0000-000000000000",
     )  # fmt: skip
     answers: dict[str, Any] = {
-        "current_device": 0, "device_count": 1, "is_available": True, "set_device": None, "synchronize": None,
+        "current_device": DEVICE.index, "device_count": 2, "is_available": True, "set_device": None, "synchronize": None,
         "mem_get_info": (MEMORY_BYTES // 2, MEMORY_BYTES), "get_device_properties": properties,
         "get_device_capability": (9, 0), "graph_pool_handle": (0, 1),
     }  # fmt: skip
