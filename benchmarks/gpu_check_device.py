@@ -10,6 +10,7 @@ import platform
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import contextmanager
@@ -170,5 +171,5 @@ def compile_ahead(
     behind = f", {len(late)} of them had no time for all of theirs" if late else ""
     print(f"  {compiled} kernels compiled by {parts} processes in {time.monotonic() - began:.0f} s{behind}",
           file=sys.stderr, flush=True)  # fmt: skip
-    for line in failed:
-        print(f"  not compiled: {line}", file=sys.stderr, flush=True)
+    for line, times in Counter(failed).items():  # what a machine lacks, all kernels lack
+        print(f"  not compiled, {times} times: {line}", file=sys.stderr, flush=True)

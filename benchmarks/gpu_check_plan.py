@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -31,6 +32,9 @@ def source_hash(patterns: Sequence[str] = SOURCES, root: Path = ROOT) -> str:
     return digest.hexdigest()[:16]
 
 
+_TRACE = 2000  # characters of what is recorded of a failure
+
+
 class LeftOut(Exception):
     """An item cannot run on this machine; the text says why."""
 
@@ -49,13 +53,15 @@ class Item:
         run: does it; returns figures that JSON can hold.
         floor_s: what it takes at least, for the first guess.
         most_s: after so long whoever watches the process takes it for one that never ends.
+        kind: asked before it runs: items of a kind take about as long as each other.
     """
 
     name: str
     rank: int
     run: Callable[[], dict[str, Any]]
     floor_s: float = 1.0
-    most_s: float = 45.0
+    most_s: float = 60.0
+    kind: Callable[[], str] = lambda: ""
 
 
 @dataclass
@@ -118,7 +124,7 @@ class Record:
 
 
 class Budget:
-    """The time of a stage. An item is begun where the slowest of the last ones would still fit.
+    """The time of a stage. An item is begun where the slowest of the last ones of its kind would still fit.
 
     Args:
         seconds: in all.
@@ -132,7 +138,7 @@ class Budget:
         self, seconds: float, clock: Callable[[], float] = time.monotonic, *, start: float | None = None
     ) -> None:
         self._clock, self._start, self._seconds = clock, clock() if start is None else start, seconds
-        self._last: list[float] = []
+        self._last: dict[str, list[float]] = {}
 
     @property
     def used(self) -> float:
@@ -144,13 +150,13 @@ class Budget:
         """Seconds that are left; below 0 once it is over."""
         return self._seconds - self.used
 
-    def allows(self, floor_s: float) -> bool:
+    def allows(self, floor_s: float, kind: str = "") -> bool:
         """Return whether an item that takes `floor_s` at least may begin."""
-        return max([floor_s, *self._last[-self._LOOKED_AT :]]) <= self.left
+        return max([floor_s, *self._last.get(kind, [])[-self._LOOKED_AT :]]) <= self.left
 
-    def note(self, seconds: float) -> None:
+    def note(self, seconds: float, kind: str = "") -> None:
         """Tell how long an item took."""
-        self._last.append(seconds)
+        self._last.setdefault(kind, []).append(seconds)
 
 
 def run_items(
@@ -180,7 +186,8 @@ def run_items(
     record.left_out = {item.name: "not come to" for item in left}
     record.write()
     for item in left:
-        if not budget.allows(item.floor_s):
+        kind = item.kind()
+        if not budget.allows(item.floor_s, kind):
             record.left_out[item.name] = f"no time: {max(budget.left, 0):.0f} s left"
             continue
         began = budget.used
@@ -192,7 +199,9 @@ def run_items(
             continue
         except Exception as error:  # whatever it is: others go on
             figures = {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:500]}
-        budget.note(budget.used - began)
+            if not isinstance(error, AssertionError):  # that says what is wrong with a value
+                figures["trace"] = traceback.format_exc()[-_TRACE:]
+        budget.note(budget.used - began, kind)
         record.results[item.name] = {**figures, "took_s": round(budget.used - began, 2)}
         del record.left_out[item.name]
         record.seconds = budget.used

@@ -95,7 +95,7 @@ def warmed(part: tuple[str, int, int]) -> tuple[int, list[str]]:
                 warm(launch)
                 done += 1
             except Exception as error:  # whoever launches it will say so; others go on
-                failed.append(f"{launch.name}: {type(error).__name__}: {error}"[:300])
+                failed.append(f"{type(error).__name__}: {error}"[:300])
     return done, failed
 
 

@@ -125,6 +125,10 @@ class Engines:
     _llm: LLM | None = None
     start_seconds: dict[str, float] = field(default_factory=dict)
 
+    def kind(self, mode: str) -> str:
+        """Return of which kind an item is that asks for `mode` now: with a start, or without."""
+        return "step" if self._llm is not None and self._mode == mode else "start"
+
     def of(self, mode: str) -> LLM:
         """Return an engine in `mode`; the one before ends."""
         missing = unknown_options(MODES[mode])
@@ -244,7 +248,9 @@ def items(engines: Engines, ceilings: Mapping[str, float], uuid: str) -> Iterato
         if not rank:
             made.append((f"saturation, {mode}, batch 32", partial(saturation, mode)))
         for name, run in made:
-            yield Item(name=name, rank=rank, run=run, floor_s=5, most_s=_FIRST_S)
+            yield Item(
+                name=name, rank=rank, run=run, floor_s=3, most_s=_FIRST_S, kind=partial(engines.kind, mode)
+            )  # fmt: skip
 
 
 def step_launches(target: GpuTarget) -> Iterator[Launch]:

@@ -30,6 +30,8 @@ from tests.support.numerics import LOGPROBS, PROBABILITIES, ROUTING_WEIGHTS, TOL
 from tests.support.poisoned import poisoned_memory
 
 Errors = dict[str, float]
+# Tokens whose choice two ways to compute scores in fp32 may decide differently: near-ties, one of some hundreds.
+_OTHER_CHOICES = 5e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +130,7 @@ def _route(model: str, tokens: int, place: Place, target: GpuTarget) -> Made:
         want = route_reference(logits.cpu(), routing, None if bias is None else bias.cpu())
         ids, weights = chosen.topk_ids.cpu(), chosen.topk_weights.cpu()
         wrong = float((ids.sort(-1).values != want.topk_ids.sort(-1).values).any(-1).float().mean())
-        if wrong > 1e-3:  # near-ties that fp32 and fp64 decide differently
+        if wrong > _OTHER_CHOICES:
             raise AssertionError(f"{wrong:.2%} of the tokens chose other experts")
         agreed = (ids == want.topk_ids).all(-1)
         error = float((weights - want.topk_weights)[agreed].abs().max())

@@ -56,6 +56,8 @@ def items(clock: Clock, order: list[str], *taking: tuple[str, int, float]) -> It
             raise AssertionError("3 of 4 numbers differ\nmore")
         if name == "large":
             raise LeftOut("does not fit")
+        if name == "fault":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
         return {"us": seconds}
 
     for name, rank, seconds in taking:
@@ -80,13 +82,23 @@ def test_what_matters_most_comes_first_and_what_has_no_time_is_named(tmp_path: P
     assert json.loads((tmp_path / "a.json").read_text())["results"]["second"] == {"us": 4.0, "took_s": 4.0}
 
 
+def test_what_one_kind_takes_says_nothing_of_another(clock: Clock) -> None:
+    budget = Budget(20.0, clock, start=-2.0)
+    budget.note(12.0, "start")
+    budget.note(3.0, "step")
+    clock.now = 9.0
+    assert (budget.left, budget.allows(3.0, "start"), budget.allows(3.0, "step")) == (9.0, False, True)
+
+
 def test_a_failure_stops_nothing_and_is_tried_again(tmp_path: Path, clock: Clock) -> None:
-    taking = [("broken", 0, 1.0), ("large", 1, 0.0), ("sound", 2, 1.0)]
+    taking = [("broken", 0, 1.0), ("large", 1, 0.0), ("fault", 1, 1.0), ("sound", 2, 1.0)]
     record, order = run(tmp_path / "a.json", clock, 60.0, *taking)
-    assert order == ["broken", "large", "sound"] and not record.finished
+    assert order == ["broken", "large", "fault", "sound"] and not record.finished
+    assert record.results["fault"]["error"] == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert "in run" in record.results["fault"]["trace"]
     assert record.results["broken"] == {"error": "AssertionError: 3 of 4 numbers differ", "took_s": 1.0}
     assert record.left_out == {"large": "does not fit"}
-    assert run(tmp_path / "a.json", clock, 60.0, *taking)[1] == ["broken", "large"]
+    assert run(tmp_path / "a.json", clock, 60.0, *taking)[1] == ["broken", "large", "fault"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"key": {"card": "other"}, "results": {"a": {}}}', '{"key": 3}'])
@@ -181,6 +193,10 @@ def test_every_value_is_right_in_the_interpreter(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     found = json.loads((tmp_path / "values.json").read_text())
     assert found["finished"] and not found["left_out"] and len(found["results"]) > 40
+    shown = script("--show", "--stage", "values", "--out", tmp_path)
+    assert shown.returncode == 0 and set(found["results"]) <= {
+        line.split("  ")[0] for line in shown.stdout.splitlines()
+    }
     again = script("--interpret", "--out", tmp_path)
     assert again.returncode == 0 and f"values: 0 of {len(found['results'])} to do" in again.stderr
 

@@ -17,10 +17,12 @@ from benchmarks import gpu_check, gpu_check_device, gpu_check_linear, gpu_check_
 from benchmarks import gpu_check_speed as speed
 from benchmarks import gpu_check_steps as steps
 from benchmarks.gpu_check_inputs import Place, shrunk
-from benchmarks.gpu_check_plan import Record
+from benchmarks.gpu_check_plan import LeftOut, Record
 from benchmarks.gpu_check_stages import Run, speed_stage, steps_stage
 from moewe.models.published import published_config
+from moewe.native.gpu import TARGETS
 from moewe.native.gpu_counters import GpmCounter, open_counters
+from moewe.topologies.kernel_work import Work
 from tests.support.fake_cuda import fake_cuda
 
 META = Place(device=torch.device("meta"))
@@ -71,6 +73,30 @@ def test_everything_that_is_timed_is_timed(
     printed = capsys.readouterr().out.splitlines()
     assert set(record.results) <= {line.split("  ")[0] for line in printed}
     assert any(line.startswith("batch invariance, experts fp8") for line in printed)
+
+
+def test_what_does_not_fit_and_what_torch_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one(**others: Any) -> Any:
+        return speed.Speed(name="a", rank=0, work=Work(bytes=1e9), build=lambda *_: [[]], **others)
+
+    def refuses() -> None:
+        raise RuntimeError("needs sm_90")
+
+    reached = {"copy_bytes_per_second": 1e12, "matrix_flops_per_second": 1e12}
+    with fake_cuda(monkeypatch):
+        with pytest.raises(LeftOut, match="inputs of 99 GB do not fit"):
+            one(input_bytes=99e9).run(META, TARGETS[90], reached)
+        figures = one(baseline=lambda place, number: [refuses]).run(META, TARGETS[90], reached)
+        assert gpu_check_device.is_sound()
+    assert figures["torch_error"] == "RuntimeError: needs sm_90" and figures["us"] == 1000.0
+
+
+def test_without_a_counter_there_is_no_saturation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        steps, "open_counters", create_autospec(open_counters, return_value=SimpleNamespace(memory=None))
+    )
+    figures = steps.saturation_figures(None, steps.parsed(steps.raw_config()), 2, {}, "GPU-1")  # type: ignore[arg-type]
+    assert figures["said"].startswith("no GPM counter")
 
 
 @pytest.mark.slow

@@ -77,3 +77,5 @@ def test_the_floor_of_a_step() -> None:
 
 def test_a_mode_that_the_engine_does_not_have_is_refused(tmp_path: Path) -> None:
     assert steps.unknown_options({"max_num_seqs": 3, "no_such_field": 1}) == ["no_such_field"]
+    for mode in steps.MODES.values():
+        assert steps.unknown_options(steps.options_for_gpu() | mode) == []
