@@ -24,7 +24,7 @@ from moewe.models.kernels.launches import head_steps
 from moewe.models.kernels.norm import norm_launch
 from moewe.models.kernels.roofline import norm_work, rows_work
 from moewe.models.published import published_config
-from moewe.moe.kernels.combine import combine_launch
+from moewe.moe.kernels.combine import ExpertRows, combine_launch
 from moewe.moe.kernels.permute import permute_launches
 from moewe.moe.kernels.roofline import layer_work
 from moewe.moe.kernels.route import route_launch
@@ -55,7 +55,8 @@ def _combine(config: ModelConfig, tokens: int, place: Place, target: GpuTarget) 
     top_k = shapes_of(config, []).routing.top_k
     row_of = torch.arange(tokens * top_k, device=place.device).flip(0).view(tokens, top_k).to(torch.int32)
     rows = place.randn(tokens * top_k, config.hidden_size)
-    return [combine_launch(rows, torch.rand(tokens, top_k, device=place.device), row_of.contiguous())[0]]
+    weights = torch.rand(tokens, top_k, device=place.device)
+    return [combine_launch(ExpertRows(rows, weights, row_of.contiguous()))[0]]
 
 
 def _norm(config: ModelConfig, tokens: int, place: Place, target: GpuTarget) -> list[Launch]:

@@ -18,7 +18,7 @@ from benchmarks.gpu_check_inputs import Place, random_choices, random_experts, s
 from moewe.models.kernels.norm import norm_launch
 from moewe.moe.activation import Activation
 from moewe.moe.gated import ExpertWeights
-from moewe.moe.kernels.combine import combine_launch
+from moewe.moe.kernels.combine import ExpertRows, combine_launch
 from moewe.moe.kernels.experts import ffn_launches
 from moewe.moe.kernels.permute import permute_launches
 from moewe.moe.kernels.route import route_launch
@@ -165,16 +165,16 @@ def _permute(tokens: int, place: Place, target: GpuTarget) -> Made:
 
 def _combine(tokens: int, place: Place, target: GpuTarget) -> Made:
     width, top_k = (72, 4) if place.small else (2880, 8)
-    rows, residual = place.randn(tokens * top_k, width), place.randn(tokens, width)
+    rows, shared = place.randn(tokens * top_k, width), place.randn(tokens, width)
     weights = torch.rand(tokens, top_k, device=place.device)
     row_of = torch.randperm(tokens * top_k, device=place.device).view(tokens, top_k).to(torch.int32)
     row_of[::5, 1] = -1
-    launch, out = combine_launch(rows, weights, row_of, shared=residual, residual=residual)
+    launch, out = combine_launch(ExpertRows(rows, weights, row_of, shared))
 
     def compare() -> Errors:
         factors = weights.double().where(row_of >= 0, torch.zeros((), dtype=torch.float64, device=rows.device))
         summed = (rows.double()[row_of.long().clamp(min=0)] * factors[..., None]).sum(1)
-        return near(out, summed + 2 * residual.double(), "bfloat16")
+        return near(out, summed + shared.double(), "bfloat16")
 
     return Made(launches=[launch], compare=compare)
 

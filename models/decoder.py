@@ -30,7 +30,7 @@ from .decoder_parts import DecoderLayer, ExpertChange
 from .forward_batch import ForwardBatch
 from .kernels.choice import TORCH, KernelChoice
 from .latent import LatentAttentionBlock
-from .layers import AttentionBlock, Norm, RowPositions, query_temperature
+from .layers import Added, AttentionBlock, Norm, RowPositions, query_temperature
 from .native_layers import NativeLayers, can_fuse
 from .pass_counts import PassCounter
 from .rotary import Rotary
@@ -279,7 +279,7 @@ class Decoder:
         """Run all layers, part by part, and the final norm."""
         ranks, num_rows = self._ranks, batch.input_ids.shape[0]
         num_filled = None if batch.fixed is None else batch.fixed.num_filled
-        added: torch.Tensor | None = None  # what still has to be added to `x`
+        added: Added | None = None  # what still has to be added to `x`
         for i, layer in enumerate(self._layers):
             if positions is not None:
                 attention = batch.attention[storage.group_of(i)]
@@ -292,7 +292,7 @@ class Decoder:
             _attended(marks, i, positions)
             if layer.moe is not None:
                 x, hidden = self._before(x, added, layer.post_attention_norm)
-                added = layer.moe(hidden, overlap, marks, num_filled)
+                added = layer.moe.unsummed(hidden, overlap, marks, num_filled)
                 x, added = self._after(x, added, layer.post_attention_norm)
             elif x.shape[0]:
                 x, hidden = self._before(x, added, layer.post_attention_norm)
@@ -349,11 +349,11 @@ class Decoder:
             marks.mark(DENSE)
         return added
 
-    def _before(self, x: torch.Tensor, added: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    def _before(self, x: torch.Tensor, added: Added | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the residual stream with what was `added`, and what goes into a block."""
         return norm.add(x, added) if added is not None else (x, x if self._config.norm_after else norm(x))
 
-    def _after(self, x: torch.Tensor, added: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _after(self, x: torch.Tensor, added: Added, norm: Norm) -> tuple[torch.Tensor, Added | None]:
         """Return the residual stream and what a block adds to it, None if that has been done."""
         return (norm.add_normed(x, added), None) if self._config.norm_after else (x, added)
 

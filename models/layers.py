@@ -20,6 +20,7 @@ from ..attention.native_heads import HeadSteps
 from ..attention.paged import paged_attention
 from ..attention.tensor_parallel import TensorParallelGroup
 from ..kvcache.storage import KVStorage
+from ..moe.kernels.combine import ExpertRows
 from ..moe.kernels.linear import linear
 from ..native.gpu import GpuKernels
 from .config import ModelConfig, QueryTemperature
@@ -47,6 +48,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     once and turns near-ties. `weight` is [width], or [heads, width] where every head has its own.
     """
     return F.rms_norm(x, weight.shape[-1:], None, eps).mul_(weight)
+
+
+# What a block adds to the residual stream: rows, or those of experts that whoever needs them adds up on the way.
+Added = torch.Tensor | ExpertRows
 
 
 class Norm:
@@ -79,18 +84,20 @@ class Norm:
             return rms_norm(x, self._weight, self._eps)
         return F.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
 
-    def add(self, x: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, x: torch.Tensor, added: Added) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `x` [T, D] with what a block adds to it [T, D], and that normed. `x` may be changed in place."""
         if self._on_gpu:
             return x, triton_norm(x, self._weight, self._bias, eps=self._eps, added=added, multiplier=self._multiplier)
+        assert isinstance(added, torch.Tensor), "without kernels nobody leaves experts to be added up"
         x = self.plus(x, added)
         return x, self(x)
 
-    def add_normed(self, x: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+    def add_normed(self, x: torch.Tensor, added: Added) -> torch.Tensor:
         """Return `x` [T, D] with what a block adds to it [T, D], normed before. `x` may be changed in place."""
         if self._on_gpu:
             triton_add_normed(x, added, self._weight, self._bias, eps=self._eps, multiplier=self._multiplier)
             return x
+        assert isinstance(added, torch.Tensor), "without kernels nobody leaves experts to be added up"
         return self.plus(x, self(added))
 
     def plus(self, x: torch.Tensor, added: torch.Tensor) -> torch.Tensor:

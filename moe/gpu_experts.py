@@ -1,4 +1,4 @@
-"""The part of a MoE layer behind its router that a GPU does in Triton kernels: sorting, products and sum.
+"""The part of a MoE layer behind its router's product that a GPU does in Triton kernels: choice, sorting and experts.
 
 Not the layer (layer.py, which decides what rows go where) and no kernel (moe/kernels/). Counts of rows stay on the
 device: the host never looks at them.
@@ -13,8 +13,12 @@ from ..native.gpu import GpuKernels
 from .activation import Activation
 from .gated import ExpertWeights
 from .kernels.combine import triton_combine
-from .kernels.experts import triton_ffn
-from .kernels.permute import triton_permute
+from .kernels.experts import rows_of_tile, triton_ffn
+from .kernels.permute import Permuted, triton_permute
+from .kernels.route import triton_route
+from .kernels.route_permute import RoutedRows, fits_one_program, route_permute_launch
+from .kernels.row_tiles import RowTiles, empty_tiles
+from .routing import RoutingConfig
 
 
 class GpuExperts:
@@ -29,37 +33,56 @@ class GpuExperts:
     def __init__(self, experts: ExpertWeights, activation: Activation, kernels: GpuKernels) -> None:
         self._experts, self._activation, self._kernels = experts, activation, kernels
 
-    def run(
+    def route(
         self,
-        x: torch.Tensor,
-        slot_ids: torch.Tensor,
-        weights: torch.Tensor,
+        logits: torch.Tensor,
+        routing: RoutingConfig,
+        selection_bias: torch.Tensor | None,
+        table: torch.Tensor,
         counts: torch.Tensor,
-        shared: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Do all of it for rows that stay on this rank.
+        num_filled: torch.Tensor | None,
+    ) -> tuple[RoutedRows, RowTiles]:
+        """Choose experts for rows that stay on this rank, sort choices by slot, and cut them into tiles.
 
         Args:
-            x: [T, D].
-            slot_ids: [T, K] i32, -1 for a choice that is dropped.
-            weights: [T, K] f32.
+            logits: [T, E] f32.
+            routing: see `RoutingConfig`.
+            selection_bias: [E] f32.
+            table: [E + 1] i32, the slot of each expert, -1 for one without: its choices are dropped.
             counts: [S] i64, where the rows of each slot are counted.
-            shared: [T, D], what shared experts add.
-
-        Returns:
-            [T, D], the same bits as through any exchange.
+            num_filled: [1] i64; rows from there on stand for nothing. None: all do.
         """
-        sorted_by_slot = triton_permute(slot_ids, len(counts), counts)
-        rows = self.multiply(x, counts, sorted_by_slot.row_tokens)
-        return triton_combine(rows, weights, sorted_by_slot.rows, shared=shared)
+        num_tokens, num_rows = len(logits), len(logits) * routing.top_k
+        block_m = rows_of_tile(self._experts, num_rows, self._kernels)
+        cut = empty_tiles(num_rows, len(counts), block_m, logits.device)
+        # One program adds up a softmax in another order than the program of one token.
+        if fits_one_program(num_tokens, routing) and not self._kernels.batch_invariant:
+            launch, routed = route_permute_launch(
+                logits, routing, selection_bias, table, counts=counts, cut=cut, num_filled=num_filled
+            )
+            launch.run()
+            return routed, cut
+        chosen, slot_ids = triton_route(logits, routing, selection_bias, table, num_filled)
+        return RoutedRows(chosen, triton_permute(slot_ids, len(counts), counts, cut)), cut
 
-    def multiply(self, source: torch.Tensor, counts: torch.Tensor, row_tokens: torch.Tensor | None) -> torch.Tensor:
+    def run(self, x: torch.Tensor, permuted: Permuted, cut: RowTiles) -> torch.Tensor:
+        """Run rows that stay on this rank: x [T, D] -> [M, D], unweighted."""
+        return self.multiply(x, permuted.tokens_per_slot, permuted.row_tokens, cut)
+
+    def multiply(
+        self,
+        source: torch.Tensor,
+        counts: torch.Tensor,
+        row_tokens: torch.Tensor | None,
+        cut: RowTiles | None = None,
+    ) -> torch.Tensor:
         """Run rows sorted by slot through their experts.
 
         Args:
             source: [R, D] where rows lie.
             counts: [S] i64 on their device, sums to M at most.
             row_tokens: [M] i32, which row of `source` each sorted one is; None: `source` holds just them, in order.
+            cut: their tiles; None: they are cut here.
 
         Returns:
             [M, D], unweighted; what stands behind the last slot's rows means nothing.
@@ -72,6 +95,7 @@ class GpuExperts:
             target=self._kernels.target,
             row_tokens=row_tokens,
             batch_invariant=self._kernels.batch_invariant,
+            cut=cut,
         )
 
 

@@ -20,9 +20,11 @@ from ..topologies.overlap_choice import HALVES, NOTHING
 from .activation import SILU
 from .experts import filled_ffn, gated_ffn, grouped_ffn
 from .gpu_experts import GpuExperts
+from .kernels.combine import ExpertRows
 from .kernels.experts import can_multiply
 from .kernels.linear import linear
 from .kernels.route import triton_route
+from .kernels.router import MOST_ROWS, triton_router
 from .layer_parts import ExpertSwitches, LayerExperts, NativeMoE
 from .native_experts import ffn_args, native_ffn, native_ffn_combine
 from .native_route import NativeRouter
@@ -134,7 +136,18 @@ class MoELayer:
         marks: StepMarks | None = None,
         num_filled: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return what the experts add to the residual.
+        """Return what the experts add to the residual, see `unsummed`."""
+        added = self.unsummed(x_TD, overlap, marks, num_filled)
+        return added.sum() if isinstance(added, ExpertRows) else added
+
+    def unsummed(
+        self,
+        x_TD: torch.Tensor,
+        overlap: str = NOTHING,
+        marks: StepMarks | None = None,
+        num_filled: torch.Tensor | None = None,
+    ) -> torch.Tensor | ExpertRows:
+        """Return what the experts add to the residual; with kernels of a GPU it may be left to add up.
 
         Args:
             x_TD: [T, D].
@@ -148,6 +161,8 @@ class MoELayer:
         """
         if self._router_native is not None and self._is_alone:
             return self._run_alone(x_TD, marks)
+        if self._gpu is not None and self._exchange.name == "local":
+            return self._run_on_gpu(self._gpu, x_TD, marks, num_filled)
         num_tokens = x_TD.shape[0]
         physical_ids_TK, topk_weights_TK = (
             self._choose(x_TD, num_filled) if num_tokens else (self._no_ids, self._no_weights)
@@ -157,8 +172,6 @@ class MoELayer:
             sent_TD = x_TD * topk_weights_TK.to(x_TD.dtype)
             topk_weights_TK = torch.ones_like(topk_weights_TK)
         self._tick(marks, ROUTING)
-        if self._gpu is not None and self._exchange.name == "local":
-            return self._run_on_gpu(self._gpu, x_TD, sent_TD, physical_ids_TK, topk_weights_TK, marks)
         if overlap != NOTHING:
             parts = _halves(num_tokens) if overlap == HALVES else (slice(0, num_tokens),)
             sent = [(sent_TD[part], physical_ids_TK[part], topk_weights_TK[part]) for part in parts]
@@ -229,21 +242,23 @@ class MoELayer:
         return combined_TD
 
     def _run_on_gpu(
-        self,
-        gpu: GpuExperts,
-        x_TD: torch.Tensor,
-        sent_TD: torch.Tensor,
-        slot_ids_TK: torch.Tensor,
-        weights_TK: torch.Tensor,
-        marks: StepMarks | None,
-    ) -> torch.Tensor:
-        """Run rows that stay on this rank; the same bits as through an exchange."""
+        self, gpu: GpuExperts, x_TD: torch.Tensor, marks: StepMarks | None, num_filled: torch.Tensor | None
+    ) -> ExpertRows:
+        """Run rows that stay on this rank; their sum has the same bits as through an exchange."""
+        assert self._table is not None
+        logits_TE, bias, counts = self._router_logits(x_TD), self._selection_bias, self.tokens_per_slot
+        (routing, permuted), cut = gpu.route(logits_TE, self._routing, bias, self._table, counts, num_filled)
+        self._look_at(routing.topk_ids, permuted.rows, num_filled)
+        sent_TD, weights_TK = x_TD, routing.topk_weights
+        if self._weigh_input:
+            sent_TD = x_TD * weights_TK.to(x_TD.dtype)
+            weights_TK = torch.ones_like(weights_TK)
+        self._tick(marks, ROUTING)
         shared_TD = self._shared_experts(x_TD) if x_TD.shape[0] and self._shared is not None else None
         self._tick(marks if shared_TD is not None else None, SHARED)
-        combined_TD = gpu.run(sent_TD, slot_ids_TK, weights_TK, self.tokens_per_slot, shared_TD)
-        if marks is not None:
-            marks.mark(EXPERTS)
-        return combined_TD
+        rows_MD = gpu.run(sent_TD, permuted, cut)
+        self._tick(marks, EXPERTS)
+        return ExpertRows(rows_MD, weights_TK, permuted.rows, shared_TD)
 
     def _run_in_turns(
         self,
@@ -333,21 +348,28 @@ class MoELayer:
             if not self._all_owned:
                 self._report_unowned(routed.expert_ids, routed.slot_ids)
             return routed.slot_ids, routed.weights
-        assert self._router is not None
-        logits_TE = linear(x_TD.float(), self._router, self._router_bias, self._kernels)
+        logits_TE = self._router_logits(x_TD)
         if self._kernels is not None:
-            routing, physical_ids_TK = triton_route(
-                logits_TE, self._routing, self._selection_bias, self._table, num_filled
-            )
+            bias = self._selection_bias
+            routing, physical_ids_TK = triton_route(logits_TE, self._routing, bias, self._table, num_filled)
         else:
             routing = route(logits_TE, self._routing, self._selection_bias)
             physical_ids_TK = slots_of(routing.topk_ids, self._table)
-        topk_ids_TK, topk_weights_TK = routing
+        self._look_at(routing.topk_ids, physical_ids_TK, num_filled)
+        return physical_ids_TK, routing.topk_weights
+
+    def _router_logits(self, x_TD: torch.Tensor) -> torch.Tensor:
+        assert self._router is not None
+        if self._kernels is not None and x_TD.shape[0] <= MOST_ROWS and not self._kernels.batch_invariant:
+            return triton_router(x_TD, self._router, self._router_bias)
+        return linear(x_TD.float(), self._router, self._router_bias, self._kernels)
+
+    def _look_at(self, topk_ids_TK: torch.Tensor, places_TK: torch.Tensor, num_filled: torch.Tensor | None) -> None:
+        """Show choices to whoever looks; those without an owner have a place below 0."""
         if self.observer is not None:
             self.observer(self._moe_layer, topk_ids_TK)
         if not self._all_owned and num_filled is None:
-            self._report_unowned(topk_ids_TK, physical_ids_TK)
-        return physical_ids_TK, topk_weights_TK
+            self._report_unowned(topk_ids_TK, places_TK)
 
     def _report_unowned(self, topk_ids_TK: torch.Tensor, physical_ids_TK: torch.Tensor) -> None:
         unowned = topk_ids_TK[(physical_ids_TK < 0) & (topk_ids_TK >= 0)]

@@ -18,6 +18,7 @@ from ...attention.kernels.latent import LatentSteps, latent_launch
 from ...attention.kernels.step import GpuStep
 from ...attention.native_heads import HeadSteps
 from ...kvcache.storage import KVStorage
+from ...moe.kernels.combine import ExpertRows
 from ...native.gpu import GpuTarget, Launch
 from ...quant import FORMATS, KV_FORMATS
 from ..config import ModelConfig
@@ -32,7 +33,7 @@ def layer_launches(config: ModelConfig, num_tokens: int, target: GpuTarget) -> I
     """Yield the launches of one layer of each kind, in bf16 and with every format of KV, with T = `num_tokens`."""
     x, out = _rows(num_tokens, config.hidden_size), _rows(num_tokens, config.hidden_size)
     weight = _rows(config.hidden_size)
-    for added in (None, x):
+    for added in (None, x, _expert_rows(config, num_tokens)):
         yield norm_launch(x, weight, eps=config.norm_eps, added=added, multiplier=1.0, out=out)
     for held in _KV_FORMATS:
         groups = cache_groups(config, dtype=held)
@@ -40,6 +41,17 @@ def layer_launches(config: ModelConfig, num_tokens: int, target: GpuTarget) -> I
         for group in groups:
             yield from _row_launches(config, storage, group.layers[0], num_tokens, target)
             yield from _attention_launches(config, storage, group.layers[0], target)
+
+
+def _expert_rows(config: ModelConfig, num_tokens: int) -> ExpertRows | None:
+    """Return what a MoE layer leaves to the next norm to add up."""
+    if config.moe is None:
+        return None
+    size, top_k = config.hidden_size, config.moe.routing.top_k
+    weights = torch.empty(num_tokens, top_k, device="meta")
+    row_of = torch.empty(num_tokens, top_k, dtype=torch.int32, device="meta")
+    shared = _rows(num_tokens, size) if config.moe.shared_width else None
+    return ExpertRows(_rows(num_tokens * top_k, size), weights, row_of, shared)
 
 
 def _row_launches(

@@ -13,10 +13,9 @@ import torch
 from ...native.gpu import GpuKernels, GpuTarget, Launch
 from ..activation import SILU, Activation
 from ..gated import ExpertWeights
-from .expert_tiles import ProductConfig, ProductSize, most_tiles, pick_config
+from .expert_tiles import ProductConfig, ProductSize, pick_config
+from .row_tiles import RowTiles, tiles_launch
 from .weights import Weights, kernel_weights
-
-_TILES_A_PROGRAM = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +24,7 @@ class _Rows:
 
     source: torch.Tensor
     row_tokens: torch.Tensor | None
-    tiles: torch.Tensor
-    num_tiles: torch.Tensor
-
-    @property
-    def number(self) -> int:
-        return len(self.source if self.row_tokens is None else self.row_tokens)
+    cut: RowTiles
 
 
 def triton_ffn(
@@ -42,6 +36,7 @@ def triton_ffn(
     target: GpuTarget,
     row_tokens: torch.Tensor | None = None,
     batch_invariant: bool = False,
+    cut: RowTiles | None = None,
 ) -> torch.Tensor:
     """Run each row through the expert of its slot.
 
@@ -53,13 +48,15 @@ def triton_ffn(
         target: the GPU.
         row_tokens: [M] i32, which row of `x` each sorted one is; None: `x` holds just them, in order.
         batch_invariant: the same tiles for every number of rows, so that a row's bits depend on that row alone.
+        cut: the rows in tiles of `rows_of_tile`; None: they are cut here.
 
     Returns:
         [M, D] in the dtype of `x`; what stands behind the last slot's rows is not written.
     """
     launches, out = ffn_launches(
-        x, tokens_per_slot, weights, activation, target=target, row_tokens=row_tokens, batch_invariant=batch_invariant
-    )
+        x, tokens_per_slot, weights, activation, target=target, row_tokens=row_tokens, batch_invariant=batch_invariant,
+        cut=cut,
+    )  # fmt: skip
     for launch in launches:
         launch.run()
     return out
@@ -71,6 +68,14 @@ def can_multiply(weights: ExpertWeights, target: GpuTarget) -> bool:
     return all(kernel_weights(matrix, target, gated=gated) is not None for matrix, gated in parts)
 
 
+def rows_of_tile(weights: ExpertWeights, num_rows: int, kernels: GpuKernels) -> int:
+    """Return into tiles of how many rows products cut `num_rows` rows."""
+    num_slots, width, ffn_width = weights.w2.shape
+    w2 = kernel_weights(weights.w2, kernels.target, gated=False)
+    assert w2 is not None
+    return _config(w2, num_rows, (num_slots, width, ffn_width), kernels, gated=False).block_m
+
+
 def ffn_launches(
     x: torch.Tensor,
     tokens_per_slot: torch.Tensor,
@@ -80,6 +85,7 @@ def ffn_launches(
     target: GpuTarget,
     row_tokens: torch.Tensor | None = None,
     batch_invariant: bool = False,
+    cut: RowTiles | None = None,
 ) -> tuple[list[Launch], torch.Tensor]:
     """Return the launches behind `triton_ffn`, in order, and where its result will stand."""
     w13 = kernel_weights(weights.w13, target, gated=True)
@@ -97,11 +103,15 @@ def ffn_launches(
     first = _config(w13, num_rows, (num_slots, ffn_width, width), kernels, gated=True)
     second = _config(w2, num_rows, (num_slots, width, ffn_width), kernels, gated=False)
     assert first.block_m == second.block_m, "both products walk over the same tiles of rows"
-    cut, tiles, num_tiles = _tiles_launch(tokens_per_slot, num_rows, first.block_m)
-    rows = _Rows(source=x, row_tokens=row_tokens, tiles=tiles, num_tiles=num_tiles)
-    again = _Rows(source=hidden, row_tokens=None, tiles=tiles, num_tiles=num_tiles)
+    launches = []
+    if cut is None:
+        launch, cut = tiles_launch(tokens_per_slot, num_rows, first.block_m)
+        launches.append(launch)
+    assert cut.block_m == first.block_m, (cut.block_m, first.block_m)
+    rows = _Rows(source=x, row_tokens=row_tokens, cut=cut)
+    again = _Rows(source=hidden, row_tokens=None, cut=cut)
     return [
-        cut,
+        *launches,
         _product_launch(rows, w13, weights.b13, hidden, first, target, activation),
         _product_launch(again, w2, weights.b2, out, second, target, None),
     ], out
@@ -130,9 +140,9 @@ def product_launches(
     if not num_rows:
         return [], out
     config = _config(weights, num_rows, (len(counts), outputs, inputs), kernels, gated=False)
-    cut, tiles, num_tiles = _tiles_launch(counts, num_rows, config.block_m)
-    rows = _Rows(source=x, row_tokens=None, tiles=tiles, num_tiles=num_tiles)
-    return [cut, _product_launch(rows, weights, bias, out, config, kernels.target, None)], out
+    launch, cut = tiles_launch(counts, num_rows, config.block_m)
+    rows = _Rows(source=x, row_tokens=None, cut=cut)
+    return [launch, _product_launch(rows, weights, bias, out, config, kernels.target, None)], out
 
 
 def _config(
@@ -145,26 +155,6 @@ def _config(
         scale_columns=part.scale_columns if part.scales_sums else 0,
     )  # fmt: skip
     return pick_config(size, kernels.target, batch_invariant=kernels.batch_invariant)
-
-
-def _tiles_launch(counts: torch.Tensor, num_rows: int, block_m: int) -> tuple[Launch, torch.Tensor, torch.Tensor]:
-    from .experts_triton import tiles_kernel
-
-    num_slots = len(counts)
-    max_tiles = most_tiles(num_rows, num_slots, block_m)
-    tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=counts.device)
-    num_tiles = torch.empty(1, dtype=torch.int32, device=counts.device)
-    launch = Launch(
-        kernel=tiles_kernel,
-        grid=(-(-max_tiles // _TILES_A_PROGRAM),),
-        arguments={
-            "counts": counts, "tiles": tiles, "num_tiles": num_tiles, "num_slots": num_slots, "max_tiles": max_tiles,
-        },
-        constants={
-            "BLOCK_M": block_m, "SLOTS": max(2, 1 << (num_slots - 1).bit_length()), "TILES": _TILES_A_PROGRAM,
-        },
-    )  # fmt: skip
-    return launch, tiles, num_tiles
 
 
 def _product_launch(
@@ -182,7 +172,7 @@ def _product_launch(
     inputs, outputs = rows.source.shape[1], out.shape[1]
     assert bias is None or bias.is_contiguous()
     scales_shape = (1, 1) if weights.scales is None else weights.scales.shape[1:]
-    max_tiles, blocks = len(rows.tiles), -(-outputs // config.block_n)
+    max_tiles, blocks = len(rows.cut.tiles), -(-outputs // config.block_n)
     constants: dict[str, int | bool | str] = {
         "GATED": activation is not None,
         "CLAMPED": activation is not None and activation.kind == "clamped",
@@ -202,7 +192,7 @@ def _product_launch(
         grid=(min(target.num_sms, max_tiles * blocks),) if config.persistent else (max_tiles, blocks),
         arguments={
             "x": rows.source, "row_tokens": rows.row_tokens, "data": weights.data, "scales": weights.scales,
-            "zeros": weights.zeros, "bias": bias, "out": out, "tiles": rows.tiles, "num_tiles": rows.num_tiles,
+            "zeros": weights.zeros, "bias": bias, "out": out, "tiles": rows.cut.tiles, "num_tiles": rows.cut.num_tiles,
             "inputs": inputs, "outputs": outputs, "x_stride": rows.source.stride(0),
             "scale_rows": scales_shape[0], "scale_columns": scales_shape[1], "up_scales": weights.up_scales,
             "alpha": SILU.alpha if activation is None else activation.alpha,

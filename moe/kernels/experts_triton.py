@@ -13,33 +13,6 @@ from ...native.gpu.numbers_triton import product, rounded
 from .weights_triton import paired_tiles, weight_tile
 
 
-@triton.jit(do_not_specialize=["num_slots", "max_tiles"])
-def tiles_kernel(counts, tiles, num_tiles, num_slots, max_tiles, BLOCK_M: tl.constexpr, SLOTS: tl.constexpr,
-                 TILES: tl.constexpr):  # fmt: skip
-    """Cut the rows of each slot into tiles of BLOCK_M: (slot, first row, end of the slot's rows), slots without none.
-
-    `tiles` [max_tiles, 3]: what is behind the last one gets slot -1. Each program finds TILES of them.
-    """
-    slots = tl.arange(0, SLOTS)
-    rows = tl.load(counts + slots, mask=slots < num_slots, other=0).to(tl.int32)
-    tiles_of_slot = (rows + BLOCK_M - 1) // BLOCK_M
-    tile_ends = tl.cumsum(tiles_of_slot, 0)
-    total = tl.sum(tiles_of_slot, 0)
-    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    before = tile_ends[None, :] <= tile[:, None]  # [TILES, SLOTS] slots that end before this tile
-    slot = tl.sum(before.to(tl.int32), 1)
-    rows_before = tl.sum(tl.where(before, rows[None, :], 0), 1)
-    tiles_before = tl.sum(tl.where(before, tiles_of_slot[None, :], 0), 1)
-    own_rows = tl.sum(tl.where(slots[None, :] == slot[:, None], rows[None, :], 0), 1)
-    first = rows_before + (tile - tiles_before) * BLOCK_M
-    inside = tile < max_tiles
-    tl.store(tiles + tile * 3, tl.where(tile < total, slot, -1), mask=inside)
-    tl.store(tiles + tile * 3 + 1, first, mask=inside)
-    tl.store(tiles + tile * 3 + 2, rows_before + own_rows, mask=inside)
-    if tl.program_id(0) == 0:
-        tl.store(num_tiles, total)
-
-
 @triton.jit
 def expert_tile(
     x, row_tokens, data, scales, zeros, bias, out, slot, first, end, block_n, inputs, outputs, x_stride,

@@ -16,10 +16,13 @@ from ...quant import FP8_BLOCK, INT4_GROUP, INT8_BLOCK, MXFP4_SCHEME, Matrix, Qu
 from ..activation import SILU, Activation
 from ..gated import ExpertWeights
 from ..routing import RoutingConfig
-from .combine import combine_launch
+from .combine import ExpertRows, combine_launch
 from .experts import ffn_launches
 from .permute import permute_launches
 from .route import route_launch
+from .route_permute import fits_one_program, route_permute_launch
+from .router import MOST_ROWS, router_launch
+from .row_tiles import empty_tiles
 
 _ALL = 1 << 30  # rows or columns of a block that is the whole matrix
 PLAIN = "bf16"
@@ -105,6 +108,16 @@ def moe_launches(shapes: MoEShapes, num_tokens: int, target: GpuTarget) -> Itera
     yield route
     permute, permuted = permute_launches(slot_ids, routing.num_experts)
     yield from permute
+    cut = empty_tiles(slot_ids.numel(), routing.num_experts, 16, logits.device)
+    yield from permute_launches(slot_ids, routing.num_experts, cut=cut)[0]
+    if fits_one_program(num_tokens, routing):
+        for filled in (None, num_filled):
+            yield route_permute_launch(
+                logits, routing, selection_bias, slot_of, counts=permuted.tokens_per_slot, cut=cut, num_filled=filled
+            )[0]
+    if num_tokens <= MOST_ROWS:
+        router = torch.empty(routing.num_experts, shapes.width, device="meta")
+        yield router_launch(shapes.rows(num_tokens), router, bias if shapes.has_biases else None)[0]
     x, shared = shapes.rows(num_tokens), shapes.rows(num_tokens)
     for format_name in shapes.formats:
         experts = shapes.experts(format_name)
@@ -117,5 +130,5 @@ def moe_launches(shapes: MoEShapes, num_tokens: int, target: GpuTarget) -> Itera
                 x, permuted.tokens_per_slot, experts, shapes.activation, target=target,
                 row_tokens=permuted.row_tokens, batch_invariant=True,
             )[0]  # fmt: skip
-    yield combine_launch(rows, chosen.topk_weights, permuted.rows, shared=shared)[0]
-    yield combine_launch(rows, chosen.topk_weights, permuted.rows)[0]
+    for added in (shared, None):
+        yield combine_launch(ExpertRows(rows, chosen.topk_weights, permuted.rows, added))[0]

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .row_tiles_triton import store_tiles
+
 
 @triton.jit
 def slots_of_block(slot_ids, block, num_choices, CHOICES: tl.constexpr):
@@ -25,14 +27,22 @@ def count_kernel(slot_ids, block_counts, num_choices, CHOICES: tl.constexpr, SLO
     tl.store(block_counts + block * SLOTS + tl.arange(0, SLOTS), counts)
 
 
-@triton.jit(do_not_specialize=["num_choices", "num_slots", "num_blocks"])
+@triton.jit
+def place_of(slots, choice, base):
+    """Return the row of each choice of a block: `base` [SLOTS] of its slot, behind earlier choices of the slot."""
+    same = (slots[None, :] == slots[:, None]) & (choice[None, :] < choice[:, None])
+    return tl.gather(base, tl.where(slots < 0, 0, slots), 0) + tl.sum(same.to(tl.int32), 1)
+
+
+@triton.jit(do_not_specialize=["num_choices", "num_slots", "num_blocks", "max_tiles", "block_m"])
 def place_kernel(
-    slot_ids, block_counts, row_tokens, rows, tokens_per_slot, num_choices, num_slots, num_blocks,
-    CHOICES: tl.constexpr, SLOTS: tl.constexpr, BLOCKS: tl.constexpr, TOP_K: tl.constexpr,
+    slot_ids, block_counts, row_tokens, rows, tokens_per_slot, tiles, num_tiles, num_choices, num_slots, num_blocks,
+    max_tiles, block_m, CHOICES: tl.constexpr, SLOTS: tl.constexpr, BLOCKS: tl.constexpr, TOP_K: tl.constexpr,
 ):  # fmt: skip
     """Give each choice of a block its row: behind those of lower slots, of earlier blocks and of the block before it.
 
-    Without `block_counts` every program counts all blocks itself; else it adds them up, BLOCKS at a time.
+    Without `block_counts` every program counts all blocks itself; else it adds them up, BLOCKS at a time. With `tiles`
+    rows are cut as well.
     """
     own = tl.program_id(0)
     slot = tl.arange(0, SLOTS)
@@ -57,8 +67,9 @@ def place_kernel(
         tl.store(tokens_per_slot + slot, total.to(tl.int64), mask=slot < num_slots)
     choice = tl.arange(0, CHOICES)
     slots = slots_of_block(slot_ids, own, num_choices, CHOICES)
-    same = (slots[None, :] == slots[:, None]) & (choice[None, :] < choice[:, None])
-    row = tl.gather(base, tl.where(slots < 0, 0, slots), 0) + tl.sum(same.to(tl.int32), 1)
+    row = place_of(slots, choice, base)
     here = own * CHOICES + choice
     tl.store(rows + here, tl.where(slots < 0, -1, row), mask=here < num_choices)
     tl.store(row_tokens + row, here // TOP_K, mask=(here < num_choices) & (slots >= 0))
+    if tiles is not None:
+        store_tiles(total, tiles, num_tiles, own, num_blocks, max_tiles, block_m, SLOTS)

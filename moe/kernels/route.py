@@ -6,9 +6,12 @@ Letters: T tokens, E experts, K top-k.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ...native.gpu import Launch
+from ...native.gpu.launch import Constant
 from ..routing import Routing, RoutingConfig
 
 _EXPERTS_A_WARP = 512
@@ -56,26 +59,53 @@ def route_launch(
     expert_ids = torch.empty(num_tokens, config.top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_tokens, config.top_k, device=logits.device)
     slot_ids = expert_ids if slot_of is None and num_filled is None else torch.empty_like(expert_ids)
-    # Groups of one token are a tile only where they decide.
-    groups = config.num_groups if config.top_groups < config.num_groups else 1
     launch = Launch(
         kernel=route_kernel,
         grid=(num_tokens,),
         arguments={
             "logits": logits, "selection_bias": selection_bias, "slot_of": slot_of, "num_filled": num_filled,
             "expert_ids": expert_ids, "weights": weights, "slot_ids": slot_ids, "num_experts": num_experts,
-            "min_weight_sum": config.min_weight_sum, "scaling_factor": config.scaling_factor, "jitter": config.jitter,
+            **routing_numbers(config),
         },
-        constants={
-            "SCORING": config.scoring, "RENORMALIZE": config.renormalize, "TOP_K": config.top_k,
-            "NUM_GROUPS": groups, "TOP_GROUPS": config.top_groups if groups > 1 else 1,
-            "GROUP_SCORE": config.group_score, "GROUPS": _power_of_two(groups),
-            "GROUP_SIZE": _power_of_two(num_experts // groups), "CHOICES": _power_of_two(config.top_k),
-        },
+        constants=routing_constants(config),
         num_warps=1 if num_experts <= _EXPERTS_A_WARP else 4,
     )  # fmt: skip
     return launch, Routing(expert_ids, weights), slot_ids
 
 
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+def routing_numbers(config: RoutingConfig) -> dict[str, float]:
+    """Return what `routed` of route_triton.py takes while it runs."""
+    return {
+        "min_weight_sum": config.min_weight_sum, "scaling_factor": config.scaling_factor, "jitter": config.jitter,
+    }  # fmt: skip
+
+
+def routing_constants(config: RoutingConfig) -> dict[str, Constant]:
+    """Return what is compiled into `routed` of route_triton.py."""
+    tile = routing_tile(config)
+    return {
+        "SCORING": config.scoring, "RENORMALIZE": config.renormalize, "TOP_K": config.top_k,
+        "NUM_GROUPS": _deciding_groups(config), "TOP_GROUPS": min(config.top_groups, _deciding_groups(config)),
+        "GROUP_SCORE": config.group_score, "GROUPS": tile.groups, "GROUP_SIZE": tile.group_size,
+        "CHOICES": tile.choices,
+    }  # fmt: skip
+
+
+class RoutingTile(NamedTuple):
+    """What one token is to a program, in powers of two: scores [groups, group_size], and choices."""
+
+    groups: int
+    group_size: int
+    choices: int
+
+
+def routing_tile(config: RoutingConfig) -> RoutingTile:
+    """Return how large the tile of a token is."""
+    groups = _deciding_groups(config)
+    sizes = groups, config.num_experts // groups, config.top_k
+    return RoutingTile(*(1 << (size - 1).bit_length() for size in sizes))
+
+
+def _deciding_groups(config: RoutingConfig) -> int:
+    """Return how many groups there are if they decide anything, 1 if not."""
+    return config.num_groups if config.top_groups < config.num_groups else 1

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from moewe.models.kernels.norm import triton_add_normed, triton_norm
 from moewe.models.layers import rms_norm
+from moewe.moe.kernels.combine import ExpertRows
 from tests.support.numerics import assert_near, assert_same
 from tests.support.poisoned import assert_untouched
 
@@ -50,6 +51,23 @@ def test_what_a_block_adds_is_written_to_the_stream_and_normed(multiplier: float
     normed = triton_norm(added, weight, eps=1e-6)
     triton_add_normed(stream, added, weight, eps=1e-6, multiplier=multiplier)
     assert_same(stream, summed + (normed if multiplier == 1.0 else normed * multiplier))
+
+
+@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize("multiplier", [1.0, 0.22])
+def test_rows_of_experts_are_added_up_on_the_way_to_the_same_bits(multiplier: float, has_shared: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    stream, rows, shared = (torch.randn(n, 70, generator=generator).bfloat16() for n in (3, 7, 3))
+    row_of = torch.tensor([[4, 0, -1], [6, 2, 1], [-1, -1, -1]], dtype=torch.int32)
+    experts = ExpertRows(rows, torch.rand(3, 3, generator=generator), row_of, shared if has_shared else None)
+    weight = torch.randn(70, generator=generator).bfloat16()
+    apart, summed = stream.clone(), experts.sum()
+    want = triton_norm(apart, weight, eps=1e-6, added=summed, multiplier=multiplier)
+    assert_same(triton_norm(stream, weight, eps=1e-6, added=experts, multiplier=multiplier), want)
+    assert_same(stream, apart)
+    triton_add_normed(apart, summed, weight, eps=1e-6, multiplier=multiplier)
+    triton_add_normed(stream, experts, weight, eps=1e-6, multiplier=multiplier)
+    assert_same(stream, apart)
 
 
 def test_a_row_has_the_same_bits_alone_and_no_rows_are_nothing() -> None:

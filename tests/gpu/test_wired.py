@@ -14,9 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from moewe.models.config import MoEConfig
 from moewe.models.decoder import Decoder
 from moewe.models.forward_batch import ForwardBatch
 from moewe.models.kernels.choice import choose_kernels, kernel_report
+from moewe.moe.activation import SILU
+from moewe.moe.routing import RoutingConfig
+from moewe.native.gpu import Launch
 from moewe.quant import KV_FORMATS
 from moewe.runtime.options import layout_config
 from tests.support.comparison import compare_runs, compare_with_reference
@@ -95,6 +99,20 @@ def test_chunks_and_single_rows_equal_transformers_and_the_host_never_waits() ->
     path = checkpoint("T-GOS", **SMALLER["T-GOS"])
     for outcome in wired(path, (5, 1), 2, pad=3):
         compare_with_reference(path, outcome)
+
+
+def test_a_layer_of_a_decode_step_is_nine_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Besides torch's two products; the norm behind the last layer adds its experts up."""
+    names: list[str] = []
+    start = Launch._start
+    monkeypatch.setattr(Launch, "_start", lambda launch: (names.append(launch.name), start(launch)))
+    routing = RoutingConfig(num_experts=6, top_k=2, scoring="softmax", renormalize=True)
+    moe = MoEConfig(routing=routing, expert_width=16, activation=SILU)
+    config = plain_config(head_dim=16, qk_norm="head", moe=moe, moe_layers=(0, 1))
+    run_one(config, random_weights(config), [1], chunk=1, kernels=choose_kernels(config, CPU, asked="triton"))
+    attention = ["norm_kernel", "heads_kernel", "decode_kernel", "combine_splits_kernel"]
+    experts = ["norm_kernel", "router_kernel", "route_permute_kernel", "streamed_kernel", "streamed_kernel"]
+    assert names == [*attention, *experts] * 2 + ["norm_kernel"]
 
 
 def test_what_runs_where_is_said() -> None:

@@ -40,13 +40,15 @@ class Rule:
 
 RULES = {
     "combine_kernel": Rule(fused=False),
-    "norm_kernel": Rule(),
+    "norm_kernel": Rule(fused=False),
     "heads_kernel": Rule(),
     "latent_rows_kernel": Rule(),
     "tiles_kernel": Rule(wide=False),
     "streamed_kernel": Rule(tensor=True),
     "persistent_kernel": Rule(tensor=True),
+    "router_kernel": Rule(),
     "route_kernel": Rule(wide=False),
+    "route_permute_kernel": Rule(wide=False),
     "count_kernel": Rule(wide=False),
     "place_kernel": Rule(wide=False),
     "decode_kernel": Rule(tensor=True, stack_bytes=8),  # one value of a thread, written and read by one instruction

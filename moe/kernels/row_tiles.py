@@ -1,0 +1,74 @@
+"""Rows of experts, sorted by slot, cut into tiles on a GPU: products walk over them, and slots without rows have none.
+
+Not products (experts.py) and not how large tiles are (expert_tiles.py). Whoever sorts rows cuts them in the same launch
+(permute.py, route_permute.py); rows that came sorted are cut here.
+Letters: S slots, M rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...native.gpu import Launch
+from .expert_tiles import most_tiles
+
+_MOST_PROGRAMS = 16
+
+
+class RowTiles(NamedTuple):
+    """Tiles of rows.
+
+    Attributes:
+        tiles: [N, 3] i32, of each tile its slot, its first row, and the end of the slot's rows; behind the last tile
+            slots are -1. N is what there can be at most, however rows fall on slots.
+        num_tiles: [1] i32.
+        block_m: rows of a tile.
+    """
+
+    tiles: torch.Tensor
+    num_tiles: torch.Tensor
+    block_m: int
+
+
+def empty_tiles(num_rows: int, num_slots: int, block_m: int, device: torch.device) -> RowTiles:
+    """Return memory for the tiles of `num_rows` rows, not filled."""
+    return RowTiles(
+        tiles=torch.empty(most_tiles(num_rows, num_slots, block_m), 3, dtype=torch.int32, device=device),
+        num_tiles=torch.empty(1, dtype=torch.int32, device=device),
+        block_m=block_m,
+    )
+
+
+def tiles_launch(counts: torch.Tensor, num_rows: int, block_m: int) -> tuple[Launch, RowTiles]:
+    """Return the launch that cuts rows, and where their tiles will stand.
+
+    Args:
+        counts: [S] i64, rows of each slot.
+        num_rows: M, at least their sum.
+        block_m: rows of a tile.
+
+    Example:
+        counts [3, 0, 1] in tiles of 2: (0, 0, 3), (0, 2, 3), (2, 3, 4).
+    """
+    from .row_tiles_triton import tiles_kernel
+
+    num_slots = len(counts)
+    slots = padded_slots(num_slots)
+    made = empty_tiles(num_rows, num_slots, block_m, counts.device)
+    launch = Launch(
+        kernel=tiles_kernel,
+        grid=(min(-(-len(made.tiles) // slots), _MOST_PROGRAMS),),
+        arguments={
+            "counts": counts, "tiles": made.tiles, "num_tiles": made.num_tiles, "num_slots": num_slots,
+            "max_tiles": len(made.tiles), "block_m": block_m,
+        },
+        constants={"SLOTS": slots},
+    )  # fmt: skip
+    return launch, made
+
+
+def padded_slots(num_slots: int) -> int:
+    """Return the power of two of slots that kernels hold."""
+    return max(2, 1 << (num_slots - 1).bit_length())
