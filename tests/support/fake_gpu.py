@@ -187,13 +187,12 @@ def fake_gpu() -> Iterator[FakeGpu]:
         shared_memory_per_block_optin=TARGET.shared_bytes, uuid="00000000-0000-0000-0000-000000000000",
     )  # fmt: skip
     answers: dict[str, Any] = {
-        "current_device": DEVICE.index, "device_count": 2, "is_available": True, "set_device": None, "synchronize": None,
+        "current_device": DEVICE.index, "device_count": 2, "set_device": None, "synchronize": None,
         "mem_get_info": (MEMORY_BYTES // 2, MEMORY_BYTES), "get_device_properties": properties,
         "get_device_capability": (9, 0), "graph_pool_handle": (0, 1),
     }  # fmt: skip
     stream = create_autospec(torch.cuda.Stream, instance=True)
     made = {name: create_autospec(getattr(torch.cuda, name), return_value=value) for name, value in answers.items()}
-    del made["is_available"]  # torch would look for a driver
     graph, event = create_autospec(torch.cuda.CUDAGraph), create_autospec(torch.cuda.Event)
     graph.return_value.capture_begin.side_effect = gpu.begin_capture
     graph.return_value.capture_end.side_effect = gpu.end_capture
