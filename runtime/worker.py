@@ -254,7 +254,7 @@ class Worker:
         Args:
             header: of the step.
             plan: of this rank.
-            before_layers: called once, when everything is ready for the layers.
+            before_layers: called once, when everything is ready for the layers, or a graph of them was launched.
 
         Raises:
             RuntimeError: the engine and this rank disagree about what the step is.

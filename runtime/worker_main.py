@@ -87,7 +87,7 @@ class RankWorker(Protocol):
         ...
 
     def run(self, header: StepHeader, plan: RankPlan, before_layers: Callable[[], None] | None = None) -> RankResult:
-        """Run one step, with all ranks of the group; call `before_layers` when all is ready for the layers."""
+        """Run one step with all ranks of the group; call `before_layers` when layers can run, or a GPU runs them."""
         ...
 
     def late_counters(self) -> bytes:
@@ -113,7 +113,7 @@ def run_rank(
     hub: ThreadHub | None = None,
     on_ready: Callable[[], None] | None = None,
     *,
-    in_engine: bool = False,
+    results_wait: bool = False,
 ) -> bool:
     """Live as rank `start.rank` until `StopWorker`, the end of the channel, or an error, which is reported.
 
@@ -124,7 +124,7 @@ def run_rank(
         make_worker: makes what runs the steps.
         hub: joins ranks that are threads.
         on_ready: called when KV is there and measured.
-        in_engine: this is a thread of the engine's process, so that both want one interpreter.
+        results_wait: for the next step, see `_Results`.
 
     Returns:
         True after `StopWorker`, False when it ended otherwise.
@@ -139,7 +139,7 @@ def run_rank(
         worker = make_worker(start, progress, _reporter(channel, rank, progress), hub)
         channel.send(worker.load())
         user_errors = ()
-        results = _Results(channel, progress, wait=in_engine)
+        results = _Results(channel, progress, wait=results_wait)
         try:
             stopped = _serve(channel, worker, rank, progress, results, on_ready)
         finally:
@@ -214,7 +214,8 @@ class _Results:
 
     Where a rank is a thread of its engine, both want the interpreter when a step has ended: the rank to prepare the
     next one, whose plan is there already, and the engine to book this one. The rank goes first: a result waits until
-    the next step has all that it needs and native code, which needs no interpreter, is about to run.
+    the next step has all that it needs and native code, which needs no interpreter, is about to run. On a GPU it waits
+    until a graph is launched, as the device does nothing before; the engine learns of it while the next step runs.
 
     Args:
         channel: to the engine.
@@ -287,7 +288,9 @@ def main() -> None:
     assert isinstance(start, WorkerStart)
     log_as(start.label)
     progress = ProgressBoard(start.num_ranks, board_path(Path(start.run_directory))).rank(start.rank)
-    fine = run_rank(channel, start, progress, build_worker, on_ready=freeze_heap)  # type: ignore[arg-type]
+    awaits: Channel[ToWorker] = channel  # type: ignore[assignment]
+    on_gpu = start.config.parallel.device.startswith("cuda")
+    fine = run_rank(awaits, start, progress, build_worker, on_ready=freeze_heap, results_wait=on_gpu)
     sys.stderr.flush()
     os._exit(0 if fine else 1)  # collectives of a broken group could block an orderly exit
 

@@ -45,6 +45,11 @@ class StepForward:
     ) -> tuple[torch.Tensor, StepTensors | None]:
         """Run the rows of the step through all layers.
 
+        Args:
+            header, inputs: of the step.
+            before_layers: called once, when all that layers need is there; of a graph, when it was launched.
+            marks: get the parts of a traced step.
+
         Returns:
             [T, D] hidden states after the final norm, and all that a replay left of T rows; None after no replay.
         """
@@ -67,9 +72,10 @@ class StepForward:
         shape = graphs.ladder.shape_of(self._num_rows, int(rows.positions.max(initial=0)) + 1)
         if shape is None or not graphs.holds(shape):
             return None
-        if before_layers is not None:
+        launched = graphs.replay(shape)
+        if before_layers is not None:  # what it does for others is done while the device works
             before_layers()
-        return graphs.replay(shape)
+        return launched
 
     def _pad(self, num_rows: int) -> int:
         return num_rows if self._num_rows is None else self._num_rows

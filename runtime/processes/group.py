@@ -101,7 +101,7 @@ class Group:
         progress, make_worker = board.rank(start.rank), self._parts.make_worker
         return spawn_thread(
             f"moewe-{start.label}",
-            lambda channel: run_rank(channel, start, progress, make_worker, hub, in_engine=True),
+            lambda channel: run_rank(channel, start, progress, make_worker, hub, results_wait=True),
             FromWorker,
             ToWorker,
         )

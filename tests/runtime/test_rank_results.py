@@ -75,12 +75,12 @@ def step(number: int) -> RunStep:
 
 
 @contextmanager
-def running(in_engine: bool) -> Iterator[tuple[Channel[Any], Worker]]:
+def running(waits: bool) -> Iterator[tuple[Channel[Any], Worker]]:
     ours, theirs = channel_pair(FromWorker, ToWorker)
     worker, start = Worker(), Start()
     made: Any = lambda *_: worker  # noqa: E731
     rank = threading.Thread(
-        target=run_rank, args=(theirs, start, ProgressBoard(1).rank(0), made), kwargs={"in_engine": in_engine}
+        target=run_rank, args=(theirs, start, ProgressBoard(1).rank(0), made), kwargs={"results_wait": waits}
     )
     rank.start()
     assert isinstance(ours.receive(10), Loaded)
@@ -90,17 +90,17 @@ def running(in_engine: bool) -> Iterator[tuple[Channel[Any], Worker]]:
     ours.close()
 
 
-@pytest.mark.parametrize("in_engine", [True, False])
-def test_a_result_waits_for_the_next_step_only_in_the_engines_process(in_engine: bool) -> None:
-    with running(in_engine) as (ours, worker):
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_result_waits_for_the_next_step_only_where_it_is_told_to(waits: bool) -> None:
+    with running(waits) as (ours, worker):
         ours.send(step(0))
         ours.send(step(1))
         worker.pass_on()
         for _ in range(2):
             assert worker.prepared.acquire(timeout=10)
-        # Step 1 is being prepared: only a process of its own has spoken.
+        # Step 1 is being prepared.
         early = ours.receive(0.2)
-        assert (early is None) == in_engine
+        assert (early is None) == waits
         worker.may_compute.release()
         done = early or ours.receive(10)
         assert isinstance(done, StepDone) and done.result.step == 0
@@ -111,7 +111,7 @@ def test_a_result_waits_for_the_next_step_only_in_the_engines_process(in_engine:
 
 
 def test_a_result_is_not_lost_when_the_next_step_fails() -> None:
-    with running(in_engine=True) as (ours, worker):
+    with running(waits=True) as (ours, worker):
         worker.fails_at = 1
         ours.send(step(0))
         ours.send(step(1))
