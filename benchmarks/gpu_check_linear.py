@@ -18,7 +18,7 @@ from benchmarks.gpu_check_inputs import Place, random_matrix, shapes_of
 from benchmarks.gpu_check_speed import Calls, Speed
 from moewe.models.published import published_config
 from moewe.moe.kernels.linear import linear_launches
-from moewe.native.gpu import GpuKernels, GpuTarget
+from moewe.native.gpu import GpuKernels, GpuTarget, Launch
 from moewe.quant import Matrix, QuantTensor
 from moewe.topologies.kernel_work import Work
 
@@ -108,6 +108,13 @@ def products() -> Iterator[Product]:
     for format_name in ("bf16", *_STORED):
         yield Product(name="qkv", outputs=heads, inputs=width, format=format_name)
     yield Product(name="head", outputs=config.vocab_size, inputs=width, format="bf16")
+
+
+def fixed_launches(target: GpuTarget) -> Iterator[Launch]:
+    """Yield what all these products launch in fixed tiles, over tensors without memory."""
+    for product in products():
+        for launches in _launches(product, 2, True, Place(device=torch.device("meta")), target, 1):
+            yield from launches
 
 
 def linear_speeds() -> Iterator[Speed]:

@@ -17,7 +17,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
+from benchmarks.gpu_check_linear import fixed_launches
 from benchmarks.gpu_check_plan import Item, LeftOut, share_figures
 from moewe import LLM, SamplingParams
 from moewe.attention.kernels.roofline import AttentionRows
@@ -34,6 +36,7 @@ from moewe.runtime.config import EngineConfig
 from moewe.runtime.gpu_launches import moe_shapes
 from moewe.runtime.metrics.stats import decode_counters
 from moewe.runtime.ranks.kernels.launches import sampling_launches
+from moewe.runtime.ranks.kernels.rows import scan_launch
 from moewe.runtime.ranks.warm_up import warm_up_sizes
 from moewe.telemetry import COMPONENTS
 from moewe.topologies.kernel_work import Work
@@ -44,6 +47,7 @@ BATCHES = (1, 8, 32, 64)
 PROMPT = 4096
 _SHORT, _LONG = 32, 160  # tokens of the two runs whose difference is decode alone
 _SLOW = {"torch's kernels": (4, 20)}  # the same of modes in which a step may take a second
+_ASKED, _ANSWER = 4, 32  # prompts and tokens of answers that are compared
 _FIRST_S = 150.0  # at most for an item, with the start of an engine
 _KV_BYTES = 16 << 30
 # What a mode sets; a mode whose field the engine does not have is left out.
@@ -116,6 +120,8 @@ class Engines:
         folder: where config.json is written.
         raw: the config.
         options: of every engine.
+        start_seconds: of the last start in each mode.
+        answers: in each mode, tokens of each prompt of `answered`.
     """
 
     folder: Path
@@ -124,6 +130,7 @@ class Engines:
     _mode: str | None = None
     _llm: LLM | None = None
     start_seconds: dict[str, float] = field(default_factory=dict)
+    answers: dict[str, list[list[int]]] = field(default_factory=dict)
 
     def kind(self, mode: str) -> str:
         """Return of which kind an item is that asks for `mode` now: with a start, or without."""
@@ -226,6 +233,36 @@ def saturation_figures(
     }
 
 
+def answered(llm: LLM, vocab: int, *, together: bool) -> list[list[int]]:
+    """Return the most likely tokens behind some prompts, computed together or one after the other."""
+    asked = prompts(_ASKED, 40, vocab, 55)
+    params = SamplingParams(max_tokens=_ANSWER, temperature=0, ignore_eos=True)
+    found = llm.generate(asked, params) if together else [llm.generate(one, params)[0] for one in asked]
+    return [one.outputs[0].token_ids for one in found]
+
+
+def same_answers(actual: list[list[int]], expected: list[list[int]], what: str) -> dict[str, Any]:
+    """Return that they are the same; raises AssertionError where they are not."""
+    for prompt, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        if one != other:
+            at = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+            raise AssertionError(f"prompt {prompt}: token {at} is another than {what}")
+    return {"said": f"the same tokens as {what}"}
+
+
+def _answers(engines: Engines, mode: str, vocab: int) -> dict[str, Any]:
+    """A replay has the bits of an eager step of as many rows, so one prompt runs at a time; fixed tiles do not care."""
+    llm = engines.of(mode)
+    alone = engines.answers[mode] = answered(llm, vocab, together=False)
+    if mode == "batch-invariant":
+        return same_answers(answered(llm, vocab, together=True), alone, "alone")
+    if mode == "eager":
+        if "graphs" not in engines.answers:
+            raise LeftOut("those with graphs are of another run; remove their line from steps.json")
+        return same_answers(alone, engines.answers["graphs"], "with graphs")
+    return {"said": "kept"}
+
+
 def items(engines: Engines, ceilings: Mapping[str, float], uuid: str) -> Iterator[Item]:
     """Yield the items of the stage, a mode's together."""
     config = parsed(engines.raw)
@@ -245,6 +282,8 @@ def items(engines: Engines, ceilings: Mapping[str, float], uuid: str) -> Iterato
             (f"decode, {mode}, batch {batch}", partial(decode, mode, batch)) for batch in BATCHES
         ]
         made.append((f"prefill, {mode}, {PROMPT} tokens", partial(prefill, mode)))
+        if mode in ("graphs", "eager", "batch-invariant"):
+            made.append((f"tokens, {mode}", partial(_answers, engines, mode, config.vocab_size)))
         if not rank:
             made.append((f"saturation, {mode}, batch 32", partial(saturation, mode)))
         for name, run in made:
@@ -260,8 +299,10 @@ def step_launches(target: GpuTarget) -> Iterator[Launch]:
     sizes = {*warm_up_sizes(16, PROMPT, compiles=True), *range(8, max(BATCHES) + 1, 8), 1, 2, 4}
     yield from layer_launches(config, 1, target)
     yield from sampling_launches(config.vocab_size)
+    yield scan_launch(torch.empty(2, config.hidden_size, dtype=torch.bfloat16, device="meta"))[0]  # of hidden rows
     for tokens in sorted(sizes):
         yield from moe_launches(shapes, tokens, target)
+    yield from fixed_launches(target)
 
 
 def options_for_gpu() -> dict[str, Any]:

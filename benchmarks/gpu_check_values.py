@@ -117,6 +117,30 @@ def _experts(model: str, format_name: str, tokens: int, invariant: bool, place: 
     return Made(launches=launches, compare=compare)
 
 
+def _alone(format_name: str, model: str, place: Place, target: GpuTarget) -> Made:
+    """Rows in fixed tiles: the first tokens by themselves must come out with the bits that they have among others."""
+    shapes = shapes_of(place.config(model), [format_name], num_experts=4 if place.small else 16)
+    routing, few, tokens = shapes.routing, 3, 6 if place.small else 400
+    weights, x = random_experts(shapes, format_name, place), place.randn(tokens, shapes.width)
+    ids = random_choices(tokens, routing.num_experts, routing.top_k, place)
+
+    def launched(own: torch.Tensor) -> tuple[list[Launch], torch.Tensor]:
+        row_tokens, counts = sorted_by_slot(own, routing.num_experts, place)
+        return ffn_launches(
+            x, counts, weights, shapes.activation, target=target, row_tokens=row_tokens, batch_invariant=True
+        )
+
+    (together, among), (by_themselves, alone) = launched(ids), launched(ids[:few])
+
+    def compare() -> Errors:
+        places = [own.flatten().argsort(stable=True).argsort() for own in (ids, ids[:few])]
+        chosen = few * routing.top_k
+        same(among[places[0][:chosen]].view(torch.int16), alone[places[1]].view(torch.int16), "numbers of rows alone")
+        return {}
+
+    return Made(launches=[*together, *by_themselves], compare=compare)
+
+
 def _route(model: str, tokens: int, place: Place, target: GpuTarget) -> Made:
     shapes = shapes_of(place.config(model), [])
     routing = shapes.routing
@@ -157,7 +181,7 @@ def _permute(tokens: int, place: Place, target: GpuTarget) -> Made:
         rows[kept] = torch.arange(len(kept), device=flat.device)
         same(permuted.rows.flatten(), rows, "rows")
         same(permuted.row_tokens[: len(kept)], kept // top_k, "tokens")
-        same(permuted.tokens_per_slot, torch.bincount(flat[flat >= 0], minlength=num_slots), "counts")
+        same(permuted.tokens_per_slot, (flat[:, None] == torch.arange(num_slots, device=flat.device)).sum(0), "counts")
         return {}
 
     return Made(launches=launches, compare=compare)
@@ -286,6 +310,9 @@ def moe_cases(*, small: bool) -> Iterator[Case]:
                 yield Case(name=name, rank=number, make=partial(_experts, model, format_name, tokens, False))
     invariant = partial(_experts, "qwen3-30b-a3b", "bf16", 7, True)
     yield Case(name="experts bf16, qwen3-30b-a3b, batch-invariant", rank=1, make=invariant)
+    for format_name in ("bf16", "fp8 128x128", "int4 32"):
+        name = f"experts {format_name}, rows alone as among others, batch-invariant"
+        yield Case(name=name, rank=1, make=partial(_alone, format_name, "qwen3-30b-a3b"))
     many = 6 if small else 512
     for model in ("qwen3-30b-a3b", "deepseek-v3", "mixtral-8x7b", "glm-4.5", "gpt-oss-120b"):
         yield Case(name=f"route, {model}", rank=1, make=partial(_route, model, many))

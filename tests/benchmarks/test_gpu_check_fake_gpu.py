@@ -91,23 +91,20 @@ def test_what_does_not_fit_and_what_torch_cannot_do(monkeypatch: pytest.MonkeyPa
     assert figures["torch_error"] == "RuntimeError: needs sm_90" and figures["us"] == 1000.0
 
 
+def test_other_tokens_are_an_error() -> None:
+    answers = [[1, 2, 3], [4, 5, 6]]
+    assert steps.same_answers(answers, [[1, 2, 3], [4, 5, 6]], "alone") == {"said": "the same tokens as alone"}
+    for other in ([4, 9, 6], [4]):
+        with pytest.raises(AssertionError, match="prompt 1: token 1 is another than alone"):
+            steps.same_answers(answers, [[1, 2, 3], other], "alone")
+
+
 def test_without_a_counter_there_is_no_saturation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         steps, "open_counters", create_autospec(open_counters, return_value=SimpleNamespace(memory=None))
     )
     figures = steps.saturation_figures(None, steps.parsed(steps.raw_config()), 2, {}, "GPU-1")  # type: ignore[arg-type]
     assert figures["said"].startswith("no GPM counter")
-
-
-@pytest.mark.slow
-def test_torch_takes_the_shapes_of_the_baselines() -> None:
-    """What its checks of a GPU demand of types, strides and offsets is checked over tensors without memory, too."""
-    for model, formats in speed.MODELS.items():
-        if formats[0] != "bf16" or model == "gpt-oss-120b":
-            continue
-        config = published_config(model)
-        for call in (*speed._grouped_mm(model, 64, META, 1), *speed._sdpa(model, 4, 1, 1024, META, 1)):
-            assert call().shape[-1] in (config.hidden_size, config.head_dim)
 
 
 @pytest.mark.slow
@@ -122,7 +119,7 @@ def test_whole_steps_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     counter.take.side_effect = [0.0, 1e9]
     opened = create_autospec(open_counters, return_value=SimpleNamespace(memory=counter))
     modes: dict[str, dict[str, Any]] = {
-        "graphs": steps.MODES["graphs"], "torch's kernels": steps.MODES["torch's kernels"], "none": {"no_field": 1},
+        "graphs": steps.MODES["graphs"], "eager": steps.MODES["eager"], "none": {"no_field": 1},
     }  # fmt: skip
     for module, name, value in (
         (steps, "MODES", modes), (steps, "BATCHES", (2,)), (steps, "CONTEXT", 64), (steps, "PROMPT", 64),
@@ -141,7 +138,8 @@ def test_whole_steps_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert record is not None and set(record.left_out.values()) == {"this version has no no_field"}
     assert not any("error" in one for one in record.results.values()), record.results
     assert record.results["decode, graphs, batch 2"]["goal"] is None
-    assert record.results["prefill, torch's kernels, 64 tokens"]["times_floor"] > 0
+    assert record.results["prefill, eager, 64 tokens"]["times_floor"] > 0
+    assert record.results["tokens, eager"]["said"] == "the same tokens as with graphs"
     counted = record.results["saturation, graphs, batch 32"]
     assert 0 < counted["counted_over_measured"] < 1 and "the engine counted" in counted["said"]
     opened.assert_called_once_with("GPU-0-1")
