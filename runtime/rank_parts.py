@@ -39,7 +39,9 @@ def build_worker(
     if config.parallel.threads is not None:
         torch.set_num_threads(config.parallel.threads)
     if config.parallel.device.startswith("cuda"):
-        torch.cuda.set_device(start.device_index)
+        from .ranks.own_gpu import take_gpu
+
+        take_gpu(start.device_index)
     placement = _placement(config)
     return Worker(
         config,

@@ -145,6 +145,7 @@ MAY_IMPORT_TORCH = {
     "runtime/ranks/logprobs.py",
     "runtime/ranks/masks.py",
     "runtime/ranks/memory.py",
+    "runtime/ranks/own_gpu.py",
     "runtime/ranks/native_draw.py",
     "runtime/ranks/reports.py",
     "runtime/ranks/row_scan.py",

@@ -68,7 +68,9 @@ def read_bandwidth(device: torch.device, num_ranks: int, weight_bytes: int) -> B
             return measure_read_bandwidth(threads, 0, sharers=num_ranks, pass_seconds=_QUICK_SECONDS)
         patience = {"most_fill_seconds": 0.0} if weight_bytes * num_ranks <= llc_bytes() else {}
         return measure_read_bandwidth(threads, available_memory_bytes() // num_ranks, sharers=num_ranks, **patience)
-    buffer = torch.ones(_GPU_BUFFER_BYTES // 4, device=device)
+    free, _ = torch.cuda.mem_get_info(device)
+    num_bytes = min(_GPU_BUFFER_BYTES, free // 4)  # KV took what it was allowed to
+    buffer = torch.ones(num_bytes // 4, device=device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     best_ms = float("inf")
     for _ in range(_GPU_PASSES):
@@ -77,7 +79,7 @@ def read_bandwidth(device: torch.device, num_ranks: int, weight_bytes: int) -> B
         end.record()
         end.synchronize()
         best_ms = min(best_ms, start.elapsed_time(end))
-    return Bandwidth(_GPU_BUFFER_BYTES / (best_ms * 1e-3), _GPU_BUFFER_BYTES, cache_resident=False)
+    return Bandwidth(num_bytes / (best_ms * 1e-3), num_bytes, cache_resident=False)
 
 
 def product_rate(device: torch.device, size: int, passes: int = _GPU_PASSES) -> float:
