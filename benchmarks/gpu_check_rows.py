@@ -26,14 +26,18 @@ from moewe.models.kernels.roofline import norm_work, rows_work
 from moewe.models.published import published_config
 from moewe.moe.kernels.combine import ExpertRows, combine_launch
 from moewe.moe.kernels.permute import permute_launches
-from moewe.moe.kernels.roofline import layer_work
+from moewe.moe.kernels.roofline import layer_work, router_work
 from moewe.moe.kernels.route import route_launch
+from moewe.moe.kernels.route_permute import fits_one_program, route_permute_launch
+from moewe.moe.kernels.router import MOST_ROWS, router_launch
+from moewe.moe.kernels.row_tiles import empty_tiles
 from moewe.native.gpu import GpuTarget, Launch
 from moewe.runtime.ranks.kernels.roofline import sampling_work
 from moewe.runtime.ranks.kernels.rows import draw_launch, logprobs_launch, scan_launch
+from moewe.topologies.kernel_work import Work
 
 MODEL, LATENT_MODEL = "qwen3-30b-a3b", "deepseek-v3"
-_TOKENS = (1, 64, 4096)
+_TOKENS = (1, 16, 64, 4096)
 _ROWS = (1, 64)  # of logits
 _MOST_REPEATS = 10
 
@@ -57,6 +61,31 @@ def _combine(config: ModelConfig, tokens: int, place: Place, target: GpuTarget) 
     rows = place.randn(tokens * top_k, config.hidden_size)
     weights = torch.rand(tokens, top_k, device=place.device)
     return [combine_launch(ExpertRows(rows, weights, row_of.contiguous()))[0]]
+
+
+def _router(config: ModelConfig, tokens: int, place: Place, target: GpuTarget) -> list[Launch]:
+    shapes = shapes_of(config, [])
+    weight = torch.randn(shapes.routing.num_experts, shapes.width, device=place.device)
+    return [router_launch(place.randn(tokens, shapes.width), weight, None)[0]]
+
+
+def _route_permute(config: ModelConfig, tokens: int, place: Place, target: GpuTarget) -> list[Launch]:
+    routing, device = shapes_of(config, []).routing, place.device
+    counts = torch.empty(routing.num_experts, dtype=torch.int64, device=device)
+    cut = empty_tiles(tokens * routing.top_k, routing.num_experts, 16, counts.device)
+    slot_of = torch.arange(routing.num_experts, device=device).to(torch.int32)
+    logits = torch.randn(tokens, routing.num_experts, device=device)
+    return [route_permute_launch(logits, routing, None, slot_of, counts=counts, cut=cut)[0]]
+
+
+def _adding_norm(config: ModelConfig, tokens: int, place: Place, target: GpuTarget) -> list[Launch]:
+    top_k, width = shapes_of(config, []).routing.top_k, config.hidden_size
+    row_of = torch.arange(tokens * top_k, device=place.device).flip(0).view(tokens, top_k).to(torch.int32)
+    weights = torch.rand(tokens, top_k, device=place.device)
+    experts = ExpertRows(place.randn(tokens * top_k, width), weights, row_of.contiguous())
+    x = place.randn(tokens, width)
+    out = torch.empty_like(x)
+    return [norm_launch(x, place.randn(width), eps=1e-6, added=experts, multiplier=1.0, out=out)]
 
 
 def _norm(config: ModelConfig, tokens: int, place: Place, target: GpuTarget) -> list[Launch]:
@@ -121,6 +150,16 @@ def row_speeds() -> Iterator[Speed]:
             name: (layer[name], partial(once, config, tokens))
             for name, once in (("route", _route), ("permute", _permute), ("combine", _combine))
         }
+        shapes = shapes_of(config, [])
+        if tokens <= MOST_ROWS:
+            made["router"] = router_work(shapes, tokens), partial(_router, config, tokens)
+        if fits_one_program(tokens, shapes.routing):
+            # Slots of choices go no way any more.
+            both = layer["route"].bytes + layer["permute"].bytes
+            made["route and permute"] = Work(bytes=both), partial(_route_permute, config, tokens)
+        summed = layer["combine"].bytes + norm_work(tokens, config.hidden_size, adds=True).bytes
+        written = 2 * tokens * config.hidden_size * 2  # what is added is neither written nor read again
+        made["norm that adds experts"] = Work(bytes=summed - written), partial(_adding_norm, config, tokens)
         made["norm"] = norm_work(tokens, config.hidden_size, adds=True), partial(_norm, config, tokens)
         for kv in ("bf16", "fp8"):
             for each, once in ((config, _heads), (latent, _latents)):

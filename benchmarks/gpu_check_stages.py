@@ -37,9 +37,11 @@ def cases(*, small: bool) -> list[Any]:
     """Return the cases of stage 1, the most important first."""
     from benchmarks.gpu_check_values import moe_cases
     from benchmarks.gpu_check_values_attention import attention_cases
+    from benchmarks.gpu_check_values_decode import decode_cases
     from benchmarks.gpu_check_values_linear import linear_cases
 
-    made = [*moe_cases(small=small), *attention_cases(small=small), *linear_cases(small=small)]
+    parts = (moe_cases, attention_cases, linear_cases, decode_cases)
+    made = [case for part in parts for case in part(small=small)]
     return sorted(made, key=lambda case: case.rank)
 
 

@@ -36,3 +36,9 @@ def layer_work(shapes: MoEShapes, num_tokens: int, format_name: str) -> dict[str
         "experts": Work(bytes=hit * weights.bytes_per_slot + moved * itemsize, flops=6.0 * rows * width * ffn_width),
         "combine": Work(bytes=(rows + num_tokens) * width * itemsize + rows * (_FP32 + _INDEX)),
     }
+
+
+def router_work(shapes: MoEShapes, num_tokens: int) -> Work:
+    """Return the work of the router's product in fp32; of few rows, whose operations do not count."""
+    num_experts, width = shapes.routing.num_experts, shapes.width
+    return Work(bytes=num_experts * width * _FP32 + num_tokens * (width * shapes.dtype.itemsize + num_experts * _FP32))

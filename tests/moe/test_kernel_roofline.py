@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moewe.models.published import published_config
-from moewe.moe.kernels.roofline import hit_experts, layer_work
+from moewe.moe.kernels.roofline import hit_experts, layer_work, router_work
 from moewe.runtime.gpu_launches import moe_shapes
 from moewe.topologies.planner.hardware import load_hardware
 
@@ -47,3 +47,4 @@ def test_data_movement_is_counted_once():
     assert work["combine"].bytes == (32 + 4) * 2048 * 2 + 32 * 8
     assert work["permute"].bytes == 3 * 32 * 4 + 128 * 8
     assert work["route"].bytes == 4 * (128 * 4 + 8 * 12)
+    assert router_work(QWEN, 4).bytes == 128 * 2048 * 4 + 4 * (2048 * 2 + 128 * 4)
