@@ -146,7 +146,7 @@ def values_stage(run: Run) -> None:
     from moewe.models.kernels.choice import target_of
 
     interpret, seed = run.args.interpret, run.args.seed
-    place = Place(device=torch.device("cpu" if interpret else "cuda"), small=interpret)
+    place = Place(device=torch.device("cpu") if interpret else torch.device("cuda", 0), small=interpret)
     target = target_of(place.device)
 
     def values(case: Any, number: int) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def speed_stage(run: Run) -> None:
     from benchmarks.gpu_check_inputs import Place
     from moewe.models.kernels.choice import target_of
 
-    place, reached = Place(device=torch.device("cuda")), ceilings()
+    place, reached = Place(device=torch.device("cuda", 0)), ceilings()
     target = target_of(place.device)
 
     def speed(one: Any) -> dict[str, Any]:
