@@ -54,7 +54,6 @@ from .ranks.batch import StepRows, WorkerBatch
 from .ranks.choice import Choice, agree, healthy_slots
 from .ranks.finish import Committed, Outcome
 from .ranks.held_memory import HeldMemory
-from .ranks.host_memory import Fetcher
 from .ranks.loading import attends_natively, device_of, kernels_of, load_options
 from .ranks.logit_edits import LogitEdits, edited
 from .ranks.memory import blocks_that_fit, gpu_counters, matrix_rates, read_bandwidth, resident_on
@@ -128,7 +127,7 @@ class Worker:
         self._decoder: Decoder | None = None
         self._storage: KVStorage | None = None
         self._batch: WorkerBatch | None = None
-        self._scan, self._fetch = StepScanner(self.device), Fetcher(self.device)
+        self._scan = StepScanner(self.device)
         self._next_step = FIRST_STEP
 
     @property
@@ -321,22 +320,22 @@ class Worker:
             logits = self.decoder.step_logits(hidden if inputs.samples_all else hidden[inputs.forward.sample_rows])
             self._clock.computed()
             self._clock.mark(HEAD)
-            chosen, finite, well = self._scan(logits, hidden)
+            tokens, *judged = self._scan.look(logits, hidden)
         else:
-            logits = replayed.logits
-            chosen, finite, well = self._scan.fetch(replayed.best, replayed.finite, replayed.well)
-            self._clock.computed()
+            logits, tokens, judged = replayed.logits, replayed.best, [replayed.finite, replayed.well]
+        if not inputs.takes_best or plan.masks:
+            scores = self._scores(plan, rows, logits)
+            tokens = sample(scores, self._inputs.settings(rows), tokens.clone() if scores is logits else None)
+        chosen, finite, well = self._scan.fetch(tokens, *judged)
+        if replayed is not None or self.device.type != "cpu":
+            self._clock.computed()  # the device has finished
         healthy = healthy_slots(rows, self.batch.num_slots, finite, well)
         logprobs: tuple[TokenLogprobs, ...] = ()
         on_prompts: tuple[PromptLogprobs, ...] = ()
-        if not inputs.takes_best or plan.masks:
-            scores, best = self._scores(plan, rows, logits), torch.from_numpy(chosen).to(self.device)
-            tokens = sample(scores, self._inputs.settings(rows), best if scores is logits else None)
-            (chosen,) = self._fetch(tokens)
         if rows.segments:
             on_prompts = prompt_logprobs(self.batch, rows, hidden, self.decoder.logits, healthy)
         if not inputs.takes_best:
-            logprobs = chosen_logprobs(self.batch, rows, logits, torch.from_numpy(chosen).to(self.device), healthy)
+            logprobs = chosen_logprobs(self.batch, rows, logits, chosen, healthy)
         self._clock.mark(SAMPLING)
         return Choice(tokens=chosen, healthy=healthy, logprobs=logprobs, prompt_logprobs=on_prompts)
 

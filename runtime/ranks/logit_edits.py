@@ -89,4 +89,4 @@ def _places(entries: Entries, vocab: int, device: torch.device) -> tuple[tuple[t
 
 
 def _move(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device)
+    return torch.from_numpy(array).to(device, non_blocking=True)  # what is not pinned is read before this returns

@@ -50,6 +50,6 @@ def masked_rows(masks: Sequence[TokenMask], slots: np.ndarray, vocab: int) -> tu
 
 def forbidden(words: np.ndarray, vocab: int, device: torch.device) -> torch.Tensor:
     """Return which tokens each mask forbids, [M, V] bool."""
-    packed = torch.from_numpy(words.view(np.int32)).to(device)
+    packed = torch.from_numpy(words.view(np.int32)).to(device, non_blocking=True)
     bits = (packed[:, :, None] >> torch.arange(BITS, dtype=torch.int32, device=device)) & 1
     return bits.view(len(words), -1)[:, :vocab] == 0

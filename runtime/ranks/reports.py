@@ -23,7 +23,7 @@ MOST_ROWS = 64
 
 
 def chosen_logprobs(
-    batch: WorkerBatch, rows: StepRows, logits: torch.Tensor, tokens: torch.Tensor, healthy: np.ndarray
+    batch: WorkerBatch, rows: StepRows, logits: torch.Tensor, tokens: np.ndarray, healthy: np.ndarray
 ) -> tuple[TokenLogprobs, ...]:
     """Return what was asked about `tokens` [K], chosen by `logits` [K, V]; `healthy` is [S] bool by slot."""
     wanted = batch.sampling.num_logprobs[rows.sample_slots]
@@ -31,10 +31,10 @@ def chosen_logprobs(
     at = np.flatnonzero((wanted >= 0) & healthy[rows.sample_slots] & generates)
     if not at.size:
         return ()
-    own = tokens[torch.from_numpy(at).to(logits.device)]
+    own = torch.from_numpy(tokens[at]).to(logits.device, non_blocking=True)
     found = token_logprobs(logits, own, int(wanted[at].max()), at)
     sequence_ids = batch.sequence_ids[rows.sample_slots[at]].tolist()
-    chosen = own.tolist()
+    chosen = tokens[at].tolist()
     return tuple(
         TokenLogprobs(
             sequence_id=sequence_ids[i],

@@ -113,24 +113,26 @@ class RowScanner:
 class StepScanner:
     """Looks at the logits of a step and at its hidden rows; the answers hold until the next call.
 
+    On a GPU nobody waits for a look, so that what is done with its answers there is launched at once; `fetch` waits.
+
     Args:
-        device: of the rows. From a GPU all answers come with one wait.
+        device: of the rows.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._logits, self._hidden, self._fetch = RowScanner(), RowScanner(), Fetcher(device)
         self._on_host = device.type == "cpu"
 
-    def __call__(self, logits: torch.Tensor, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def look(self, logits: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return `best_tokens` and `finite_rows` of `logits` [K, V], and `finite_rows` of `hidden` [T, D]."""
         if self._on_host:
             best, finite = self._logits(logits)
-            return best, finite, self._hidden(hidden)[1]
-        return self.fetch(*scan_on_device(logits), scan_on_device(hidden)[1])
+            return torch.from_numpy(best), torch.from_numpy(finite), torch.from_numpy(self._hidden(hidden)[1])
+        return *scan_on_device(logits), scan_on_device(hidden)[1]
 
     def fetch(
-        self, best: torch.Tensor, finite: torch.Tensor, well: torch.Tensor
+        self, tokens: torch.Tensor, finite: torch.Tensor, well: torch.Tensor
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the same where somebody else has looked already."""
-        first, second, third = self._fetch(best, finite, well)
+        """Bring tokens and verdicts to the host, with one wait."""
+        first, second, third = self._fetch(tokens, finite, well)
         return first, second, third

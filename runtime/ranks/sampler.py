@@ -57,11 +57,17 @@ class SamplingRows:
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows, best: torch.Tensor | None = None) -> torch.Tensor:
-    """Choose a token a row, [N] i64. The best of each row must be finite; tokens of -inf are never chosen."""
+    """Choose a token a row, [N] i64. The best of each row must be finite; tokens of -inf are never chosen.
+
+    Args:
+        logits: [N, V].
+        rows: how each is chosen.
+        best: [N] i64, `best_tokens` where somebody knows them; what is returned is written there.
+    """
     tokens = best_tokens(logits) if best is None else best
     chance = np.flatnonzero(~rows.greedy)
     if chance.size:
-        index = torch.from_numpy(chance).to(logits.device)
+        index = torch.from_numpy(chance).to(logits.device, non_blocking=True)
         tokens[index] = _drawing(logits)(logits if chance.size == len(tokens) else logits[index], rows.take(chance))
     return tokens
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -161,23 +162,33 @@ def test_every_tensor_lies_where_it_is_used(name: str) -> None:
         assert not set(gpu.launches[num_launches:]) - compiled, "a request waits for a compiler"
 
 
-def test_steps_that_are_replayed_launch_nothing_and_wait_once() -> None:
-    """What they wait for is an event of the stream behind the copies of their results, which do not wait."""
+@pytest.mark.parametrize(
+    ("asked", "num_launches"),
+    [({"temperature": 0.0}, 0), ({"top_p": 0.9, "top_k": 5}, 1), ({"top_k": 5, "logit_bias": {3: 1.0}}, 2)],
+    ids=["greedy", "chance", "chance-behind-edits"],
+)
+def test_steps_that_are_replayed_wait_once(asked: dict[str, Any], num_launches: int) -> None:
+    """They wait for their stream behind the copies of their results, which do not wait; tokens are drawn before."""
     path, seen = checkpoint("T-GOS", **SMALLER["T-GOS"]), []
     with fake_gpu() as gpu:
         ranks = Ranks(path, SETUP)
-        before = len(gpu.launches), len(gpu.waits)
+
+        def so_far() -> tuple[int, int, int]:
+            stream: Any = torch.cuda.current_stream(DEVICE)
+            return len(gpu.launches), len(gpu.waits), stream.synchronize.call_count
+
+        before = so_far()
 
         def on_step(kind: str) -> None:
             nonlocal before
-            now = len(gpu.launches), len(gpu.waits)
-            seen.append((kind, now[0] - before[0], now[1] - before[1]))
+            now = so_far()
+            seen.append((kind, *(new - old for new, old in zip(now, before, strict=True))))
             before = now
 
-        ranks.run([(20, GREEDY)], on_step)
+        ranks.run([(20, SamplingParams(max_tokens=6, ignore_eos=True, **asked))], on_step)
     (prefill, *_), *decodes, last = seen
-    assert prefill == "prefill" and decodes == [("decode", 0, 0)] * 4
-    assert last[:2] == ("decode", 0)  # counters go out with it
+    assert prefill == "prefill" and decodes == [("decode", num_launches, 0, 1)] * 4
+    assert last[:2] == ("decode", num_launches)  # counters go out with it
 
 
 def test_what_a_gpu_would_refuse_is_refused() -> None:

@@ -17,10 +17,8 @@ from tests.support.fake_worker import FakeWorker
 )
 def test_ratios_that_say_nothing_about_memory_are_marked(measured_in_cache, cache_bytes, expected, monkeypatch):
     monkeypatch.setattr(engine_main, "llc_bytes", lambda: cache_bytes)
-    allocate = FakeWorker.allocate
 
-    def measured(self, num_blocks):
-        allocate(self, num_blocks)
+    def measured(self):
         rank = self._start.rank
         return KVAllocated(
             rank=rank,
@@ -29,7 +27,7 @@ def test_ratios_that_say_nothing_about_memory_are_marked(measured_in_cache, cach
             matrix_rates={"int8": 1e12 + rank},
         )
 
-    monkeypatch.setattr(FakeWorker, "allocate", measured)
+    monkeypatch.setattr(FakeWorker, "warm_up", measured)
     replicas = start("EP2DP1")
     try:
         replicas.wait_ready(30)

@@ -106,6 +106,8 @@ class FakeGpu(FakeTensorMode):
         made = self._made(source.shape, dtype, torch.empty_like(source, device="meta").stride())
         if not isinstance(source, FakeTensor):
             self._refuse_capture("a copy from the host")
+            if not non_blocking:
+                self.waits.append("copy from the host")
             made.numbers = source.to(dtype)  # type: ignore[attr-defined]
         return made
 
