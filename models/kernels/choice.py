@@ -12,9 +12,9 @@ import torch
 
 from ...moe.layer import MoELayer
 from ...native.gpu import TARGETS, GpuKernels, GpuTarget, interpreting
+from ...native.gpu.targets import LEAST_CAPABILITY
 from ..config import ModelConfig
 
-_LEAST_CAPABILITY = 80
 _NARROWEST_HEAD = 16  # tiles of tensor cores
 
 
@@ -51,7 +51,7 @@ def choose_kernels(
     if asked == "torch" or (asked == "auto" and device.type != "cuda"):
         return TORCH if device.type != "cuda" else KernelChoice(reasons=("all of it: --kernels torch",))
     target = target_of(device)
-    if target.capability < _LEAST_CAPABILITY:
+    if target.capability < LEAST_CAPABILITY:
         return KernelChoice(
             reasons=(f"all of it: the GPU has compute capability {target.capability / 10}, kernels need 8.0",)
         )

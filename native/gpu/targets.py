@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LEAST_CAPABILITY = 80  # of GPUs that kernels run on: compute capability times ten
+
 
 @dataclass(frozen=True, kw_only=True)
 class GpuTarget:

@@ -13,6 +13,7 @@ import torch
 
 from ...native.library import load
 from .host_memory import Fetcher
+from .own_gpu import runs_kernels
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -54,7 +55,7 @@ def finite_rows(values: torch.Tensor) -> torch.Tensor:
 
 def on_gpu(values: torch.Tensor) -> bool:
     """Tell whether Triton's kernels take these rows."""
-    return values.is_cuda and values.shape[1] > 0
+    return values.is_cuda and values.shape[1] > 0 and runs_kernels(values.device)
 
 
 def _scan_on_gpu(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -162,6 +162,17 @@ def test_every_tensor_lies_where_it_is_used(name: str) -> None:
         assert not set(gpu.launches[num_launches:]) - compiled, "a request waits for a compiler"
 
 
+def test_a_gpu_that_is_too_old_for_kernels_runs_none() -> None:
+    """Rows of logits included: torch chooses tokens there."""
+    path = checkpoint("T-MIX", **SMALLER["T-MIX"])
+    with fake_gpu((7, 5)) as gpu:
+        ranks = Ranks(path, replace(SETUP, dtype="float16"))
+        assert ranks.loaded[0].kernels == (
+            "torch runs all of it: the GPU has compute capability 7.5, kernels need 8.0",
+        )
+        assert ranks.run(REQUESTS) == 25 and not gpu.launches
+
+
 @pytest.mark.parametrize(
     ("asked", "num_launches"),
     [({"temperature": 0.0}, 0), ({"top_p": 0.9, "top_k": 5}, 1), ({"top_k": 5, "logit_bias": {3: 1.0}}, 2)],

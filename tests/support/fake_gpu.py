@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from moewe.native.gpu import TARGETS, GpuTarget, Launch
 from moewe.native.gpu.compiling import launch_key
+from moewe.runtime.ranks.own_gpu import runs_kernels
 
 TARGET: GpuTarget = TARGETS[90]
 MEMORY_BYTES = 8 << 30
@@ -180,18 +181,19 @@ def _guard_nothing() -> None:
 
 
 @contextmanager
-def fake_gpu() -> Iterator[FakeGpu]:
-    """Let torch and launches believe in an H200, in this thread."""
+def fake_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[FakeGpu]:
+    """Let torch and launches believe in an H200, in this thread, or in something else with as much of all."""
     _guard_nothing()
     gpu = FakeGpu()
     properties = SimpleNamespace(
-        name="NVIDIA H200", major=9, minor=0, multi_processor_count=TARGET.num_sms, total_memory=MEMORY_BYTES,
-        shared_memory_per_block_optin=TARGET.shared_bytes, uuid="00000000-0000-0000-0000-000000000000",
+        name="NVIDIA H200", major=capability[0], minor=capability[1], multi_processor_count=TARGET.num_sms,
+        total_memory=MEMORY_BYTES, shared_memory_per_block_optin=TARGET.shared_bytes,
+        uuid="00000000-0000-0000-0000-000000000000",
     )  # fmt: skip
     answers: dict[str, Any] = {
         "current_device": DEVICE.index, "device_count": 2, "set_device": None, "synchronize": None,
         "mem_get_info": (MEMORY_BYTES // 2, MEMORY_BYTES), "get_device_properties": properties,
-        "get_device_capability": (9, 0), "graph_pool_handle": (0, 1),
+        "get_device_capability": capability, "graph_pool_handle": (0, 1),
     }  # fmt: skip
     stream = create_autospec(torch.cuda.Stream, instance=True)
     made = {name: create_autospec(getattr(torch.cuda, name), return_value=value) for name, value in answers.items()}
@@ -202,7 +204,9 @@ def fake_gpu() -> Iterator[FakeGpu]:
     made |= {"Stream": create_autospec(torch.cuda.Stream, return_value=stream), "CUDAGraph": graph, "Event": event}
     made["current_stream"] = create_autospec(torch.cuda.current_stream, return_value=stream)
     made["stream"] = create_autospec(torch.cuda.stream)
+    runs_kernels.cache_clear()
     with ExitStack() as stack:
+        stack.callback(runs_kernels.cache_clear)
         for name, value in made.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
         stack.enter_context(patch.object(Launch, "run", lambda launch: gpu.launch(launch)))
