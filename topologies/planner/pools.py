@@ -75,7 +75,13 @@ def plan_pool(
     servers = topology.adp * topology.dp
     most = math.ceil(workload.concurrency / servers)
     rows = max(chunk, most * (1 + workload.drafts)) if decodes else chunk
-    limits = StepLimits(max_num_batched_tokens=rows, max_model_len=length, max_num_seqs=most, block_size=BLOCK_SIZE)
+    limits = StepLimits(
+        max_num_batched_tokens=rows,
+        max_model_len=length,
+        max_num_seqs=most,
+        block_size=BLOCK_SIZE,
+        has_tables=not setting.hardware.is_shared,
+    )
     memory = setting.hardware.memory_bytes * utilization / (topology.num_ranks if setting.hardware.is_shared else 1)
     budget = byte_budget(footprint, topology, limits, rank_memory_bytes=int(memory))
     check_fits(budget, host_bytes=int(memory * topology.num_ranks) if setting.hardware.is_shared else None)
