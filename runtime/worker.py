@@ -231,7 +231,7 @@ class Worker:
             memory_bandwidth=measured.bytes_per_second,
             cache_resident=measured.cache_resident,
             matrix_rates=rates,
-            isa=(native_isa() or "") if rates else "",
+            isa=(native_isa() or "") if rates and self.device.type == "cpu" else "",
             kv_bytes=self.storage.bytes_by_format(),
             gpu=None if gpu is None else Gpu(uuid=gpu.uuid, peak_bytes_per_second=gpu.peak_bytes_per_second),
         )

@@ -153,6 +153,7 @@ def test_every_tensor_lies_where_it_is_used(name: str) -> None:
     path = make()
     with fake_gpu() as gpu:
         ranks = Ranks(path, setup)
+        assert all(found.isa == "" and found.gpu is not None for found in ranks.allocated), "no CPU has to do with it"
         assert len(gpu.captured) == graphs_of(ranks) and bool(gpu.captured) == (name not in UNCAPTURED)
         for start, stop in gpu.captured:
             eager = gpu.launches[2 * start - stop : start]

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from moewe.native.gpu import TARGETS, GpuTarget, Launch
 from moewe.native.gpu.compiling import launch_key
+from moewe.native.gpu.signature import ALIGNMENT
 from moewe.runtime.ranks.own_gpu import runs_kernels
 
 TARGET: GpuTarget = TARGETS[90]
@@ -133,6 +134,8 @@ class FakeGpu(FakeTensorMode):
                 raise FakeGpuError(f"{launch.name} gets {name} on {value.device}")
             if not value.is_contiguous() and (launch.name, name) not in STRIDED:
                 raise FakeGpuError(f"{launch.name} gets {name} with strides {value.stride()} of {tuple(value.shape)}")
+            if self.address(value) % ALIGNMENT:
+                raise FakeGpuError(f"{launch.name} gets {name} at an odd address, which is another form of the kernel")
         if any(number > most for number, most in zip(launch.grid, (2**31 - 1, 65535, 65535))):
             raise FakeGpuError(f"{launch.name} has a grid of {launch.grid}")
         if all(launch.grid):
