@@ -275,6 +275,7 @@ class Worker:
         self._clock.inputs_ready()
         made = self._clock.marks
         hidden, replayed = self._forward(header, inputs, before_layers, made)
+        self._progress.tick()  # others may wait for this rank to get so far, and a graph gives no sign of life
         self._clock.computed()
         if self.observer is not None:
             self.observer(inputs.forward, hidden, self.batch.sequence_ids[rows.row_slots])

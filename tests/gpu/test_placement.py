@@ -30,6 +30,7 @@ from moewe.runtime.rank_parts import group_shape
 from moewe.runtime.scheduler import Request, Scheduler
 from moewe.runtime.worker import Worker
 from moewe.telemetry import ProgressBoard
+from moewe.telemetry.progress import TICK
 from moewe.topologies.exchange_choice import exchanges_to_join
 from tests.gpu.test_wired import OTHERS, SMALLER
 from tests.support.fake_gpu import DEVICE, FakeGpuError, fake_gpu
@@ -185,9 +186,10 @@ def test_steps_that_are_replayed_wait_once(asked: dict[str, Any], num_launches: 
     with fake_gpu() as gpu:
         ranks = Ranks(path, SETUP)
 
-        def so_far() -> tuple[int, int, int]:
+        def so_far() -> tuple[int, ...]:
             stream: Any = torch.cuda.current_stream(DEVICE)
-            return len(gpu.launches), len(gpu.waits), stream.synchronize.call_count
+            ticks = int(ranks.workers[0]._progress._row[TICK])
+            return ticks, len(gpu.launches), len(gpu.waits), stream.synchronize.call_count
 
         before = so_far()
 
@@ -199,8 +201,8 @@ def test_steps_that_are_replayed_wait_once(asked: dict[str, Any], num_launches: 
 
         ranks.run([(20, SamplingParams(max_tokens=6, ignore_eos=True, **asked))], on_step)
     (prefill, *_), *decodes, last = seen
-    assert prefill == "prefill" and decodes == [("decode", num_launches, 0, 1)] * 4
-    assert last[:2] == ("decode", num_launches)  # counters go out with it
+    assert prefill == "prefill" and decodes == [("decode", 1, num_launches, 0, 1)] * 4
+    assert last[:3] == ("decode", 1, num_launches)  # counters go out with it
 
 
 def test_what_a_gpu_would_refuse_is_refused() -> None:
