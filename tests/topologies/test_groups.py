@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import distributed_c10d
 
+from moewe.topologies import groups
 from moewe.topologies.groups import loopback_interface
 from tests.support.rank_processes import run_rank_processes
 
@@ -72,6 +75,20 @@ def test_ranks_that_are_warm_wait_for_others_only_as_long_as_they_are_told(tmp_p
 def test_a_process_without_groups_has_nothing_to_limit() -> None:
     code = "import sys; from moewe.topologies.groups import limit_waits as f; f(1.0); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_group_is_limited_once_and_an_older_torch_says_that_it_cannot(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    whole, part, told = object(), object(), []
+    monkeypatch.setattr(groups, "_joined", [whole, part, whole])
+    monkeypatch.setattr(distributed_c10d, "_set_pg_timeout", lambda *asked: told.append(asked))
+    groups.limit_waits(90.0)
+    assert told == [(timedelta(seconds=90), whole), (timedelta(seconds=90), part)] and not caplog.text
+    monkeypatch.delattr(distributed_c10d, "_set_pg_timeout")
+    groups.limit_waits(90.0)
+    assert "this version of torch cannot change it" in caplog.text
 
 
 @pytest.mark.spawn
