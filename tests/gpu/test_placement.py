@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -23,17 +24,21 @@ from moewe.moe.wide_ep.exchanges.links import Pending
 from moewe.moe.wide_ep.exchanges.rehearsed_link import RehearsedLink
 from moewe.runtime.config import GraphOptions
 from moewe.runtime.graphs.choosing import why_eager
+from moewe.runtime.graphs.ladder import token_classes
+from moewe.runtime.options import layout_config
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.placements import expert_placement
-from moewe.runtime.plan import result_of_ranks
-from moewe.runtime.rank_parts import group_shape
+from moewe.runtime.plan import RankPlan, StepHeader, result_of_ranks
+from moewe.runtime.processes.launch import WorkerStart
+from moewe.runtime.rank_parts import build_worker, group_shape
+from moewe.runtime.resolve import resolve
 from moewe.runtime.scheduler import Request, Scheduler
 from moewe.runtime.worker import Worker
 from moewe.telemetry import ProgressBoard
 from moewe.telemetry.progress import TICK
 from moewe.topologies.exchange_choice import exchanges_to_join
 from tests.gpu.test_wired import OTHERS, SMALLER
-from tests.support.fake_gpu import DEVICE, FakeGpuError, fake_gpu
+from tests.support.fake_gpu import DEVICE, MEMORY_BYTES, FakeGpuError, fake_gpu
 from tests.support.fixtures import checkpoint, random_prompt
 from tests.support.quantised import fp8_checkpoint, mxfp4_checkpoint
 from tests.support.setups import Setup
@@ -222,3 +227,23 @@ def test_what_a_gpu_would_refuse_is_refused() -> None:
         ):  # fmt: skip
             with pytest.raises(FakeGpuError, match="while a graph is captured"):
                 look()
+
+
+def test_what_a_start_settles_is_what_a_rank_can_run() -> None:
+    """`serve --device cuda` without its processes: options resolved, the rank built, KV sized by what is free."""
+    asked = layout_config({"model": "any", "device": "cuda", "max_num_seqs": 4})
+    model = msgspec.structs.replace(asked.model, path=str(checkpoint("T-MIX", **SMALLER["T-MIX"])))
+    with fake_gpu() as gpu:
+        with patch.object(torch.cuda, "is_available", lambda: True), patch.object(torch.version, "cuda", "13.0"):
+            found = resolve(msgspec.structs.replace(asked, model=model))
+        assert found.config.graphs.graph_rows == (1, 2, 4) and found.budget.rank_memory_bytes < MEMORY_BYTES
+        start = WorkerStart(config=found.config, rank=0, num_ranks=1, run_directory="", device_index=DEVICE.index)
+        worker = build_worker(start, ProgressBoard(1).rank(0), lambda *_, **__: None, None)
+        loaded = worker.load()
+        worker.allocate(loaded.num_blocks)
+        (held,) = worker.warm_up().kv_bytes.values()
+        assert 0 < held < MEMORY_BYTES // 2
+        assert len(gpu.captured) == 3 * len(token_classes(found.config.model.max_model_len))
+        for step in (0, 1):  # nobody asks for anything: an idle rank takes part
+            header = StepHeader(step=step, epoch=0, kind="idle", bucket=0, exchange="local")
+            assert worker.run(header, RankPlan()).num_rows == 0

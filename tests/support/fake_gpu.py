@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from moewe.native.gpu import TARGETS, GpuTarget, Launch
 from moewe.native.gpu.compiling import launch_key
 from moewe.native.gpu.signature import ALIGNMENT
+from moewe.runtime.ranks import own_gpu
 from moewe.runtime.ranks.own_gpu import runs_kernels
 
 TARGET: GpuTarget = TARGETS[90]
@@ -212,6 +213,7 @@ def fake_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[FakeGpu]:
         stack.callback(runs_kernels.cache_clear)
         for name, value in made.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
+        stack.enter_context(patch.object(own_gpu, "start_driver", create_autospec(own_gpu.start_driver)))
         stack.enter_context(patch.object(Launch, "run", lambda launch: gpu.launch(launch)))
         stack.enter_context(patch.object(FakeTensor, "data_ptr", lambda tensor: gpu.address(tensor)))
         stack.enter_context(gpu)
