@@ -32,6 +32,7 @@ def source_hash(patterns: Sequence[str] = SOURCES, root: Path = ROOT) -> str:
     return digest.hexdigest()[:16]
 
 
+ENDED = "ended"  # of an item that ended the process
 _TRACE = 2000  # characters of what is recorded of a failure
 
 
@@ -54,6 +55,7 @@ class Item:
         floor_s: what it takes at least, for the first guess.
         most_s: after so long whoever watches the process takes it for one that never ends.
         kind: asked before it runs: items of a kind take about as long as each other.
+        group: where one of a group ended the process, the others of it are left out.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Item:
     floor_s: float = 1.0
     most_s: float = 60.0
     kind: Callable[[], str] = lambda: ""
+    group: str | None = None
 
 
 @dataclass
@@ -182,10 +185,15 @@ def run_items(
     Raises:
         Unsound: it cannot.
     """
-    left = [item for item in sorted(items, key=lambda item: item.rank) if item.name not in record.results]
+    ordered = sorted(items, key=lambda item: item.rank)
+    left = [item for item in ordered if item.name not in record.results]
+    broken = {item.group: item.name for item in ordered if ENDED in record.results.get(item.name, {})}
     record.left_out = {item.name: "not come to" for item in left}
     record.write()
     for item in left:
+        if item.group is not None and item.group in broken:
+            record.left_out[item.name] = f"see {broken[item.group]}"
+            continue
         kind = item.kind()
         if not budget.allows(item.floor_s, kind):
             record.left_out[item.name] = f"no time: {max(budget.left, 0):.0f} s left"

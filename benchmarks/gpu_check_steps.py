@@ -122,6 +122,7 @@ class Engines:
         options: of every engine.
         start_seconds: of the last start in each mode.
         answers: in each mode, tokens of each prompt of `answered`.
+        failed: modes whose engine did not start, with why; it is not tried again.
     """
 
     folder: Path
@@ -131,6 +132,7 @@ class Engines:
     _llm: LLM | None = None
     start_seconds: dict[str, float] = field(default_factory=dict)
     answers: dict[str, list[list[int]]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
 
     def kind(self, mode: str) -> str:
         """Return of which kind an item is that asks for `mode` now: with a start, or without."""
@@ -141,13 +143,19 @@ class Engines:
         missing = unknown_options(MODES[mode])
         if missing:
             raise LeftOut(f"this version has no {', '.join(missing)}")
+        if mode in self.failed:
+            raise LeftOut(f"the engine did not start: {self.failed[mode]}")
         if self._llm is None or self._mode != mode:
             self.close()
             (self.folder / "config.json").write_text(json.dumps(dict(self.raw)))
             began = time.monotonic()
-            self._llm = LLM(
-                str(self.folder), load_format="dummy", skip_tokenizer_init=True, **self.options, **MODES[mode]
-            )
+            try:
+                self._llm = LLM(
+                    str(self.folder), load_format="dummy", skip_tokenizer_init=True, **self.options, **MODES[mode]
+                )
+            except Exception as error:
+                self.failed[mode] = f"{type(error).__name__}: {error}"[:200]
+                raise
             self._mode, self.start_seconds[mode] = mode, time.monotonic() - began
         if MODES[mode].get("enforce_eager") is False and not captures(self._llm.config):
             raise LeftOut("this engine captures no CUDA graphs; its log says why")  # or eager steps would be called so
@@ -288,7 +296,8 @@ def items(engines: Engines, ceilings: Mapping[str, float], uuid: str) -> Iterato
             made.append((f"saturation, {mode}, batch 32", partial(saturation, mode)))
         for name, run in made:
             yield Item(
-                name=name, rank=rank, run=run, floor_s=3, most_s=_FIRST_S, kind=partial(engines.kind, mode)
+                name=name, rank=rank, run=run, floor_s=3, most_s=_FIRST_S, kind=partial(engines.kind, mode),
+                group=mode,
             )  # fmt: skip
 
 

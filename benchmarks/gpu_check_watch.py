@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.gpu_check_plan import Record, running_file
+from benchmarks.gpu_check_plan import ENDED, Record, running_file
 
 NO_GPU, WRONG, NO_TIME = 2, 1, 3  # exit codes of the script
 UNSOUND = 75  # of a stage whose GPU takes no more work in its process
@@ -113,7 +113,7 @@ def _note(path: Path, name: str, why: str, *, left_out: bool) -> None:
         record.left_out[name] = why
     else:
         record.left_out.pop(name, None)
-        record.results[name] = {"error": why}
+        record.results[name] = {"error": why, ENDED: True}
     record.write()
 
 

@@ -15,6 +15,7 @@ from benchmarks.gpu_check_stages import cases, speeds, stage_launches
 from benchmarks.gpu_check_values import interval64, near, same
 from moewe.native.gpu import TARGETS
 from moewe.native.gpu.signature import signature_of
+from moewe.runtime.config import EngineConfig, GraphOptions, ModelOptions, ParallelOptions
 from tests.support.compiled import RULES
 
 META = Place(device=torch.device("meta"))
@@ -73,6 +74,16 @@ def test_the_floor_of_a_step() -> None:
     assert 2 * 28e9 < many.bytes < 2 * 30.5e9 + 64 * 1024 * 98_304
     prompt = steps.prefill_work(config, 4096)
     assert prompt.flops == pytest.approx(4096 * 2 * (3.35e9 - 2 * 151_936 * 2048) + 48 * 4096**2 * 32 * 256, rel=0.02)
+
+
+def test_graphs_are_captured_on_a_gpu_of_rows_that_are_asked_for() -> None:
+    for device, rows in (("cuda", (1, 2)), ("cuda", ()), ("cpu", (1, 2))):
+        config = EngineConfig(
+            model=ModelOptions(model="m", path="m"),
+            parallel=ParallelOptions(device=device),
+            graphs=GraphOptions(graph_rows=rows),
+        )
+        assert steps.captures(config) == (device == "cuda" and rows == (1, 2))
 
 
 def test_a_mode_that_the_engine_does_not_have_is_refused(tmp_path: Path) -> None:
