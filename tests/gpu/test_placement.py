@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from moewe.attention.tensor_parallel import HeadShare
 from moewe.models.families import load_config
 from moewe.models.kernels.norm import norm_launch
 from moewe.moe.wide_ep.exchanges import Exchange, LocalExchange, join_all_over_links
@@ -25,10 +26,11 @@ from moewe.moe.wide_ep.exchanges.rehearsed_link import RehearsedLink
 from moewe.runtime.config import GraphOptions
 from moewe.runtime.graphs.choosing import why_eager
 from moewe.runtime.graphs.ladder import token_classes
+from moewe.runtime.messages import PrepareMoves
 from moewe.runtime.options import layout_config
 from moewe.runtime.params import SamplingParams
 from moewe.runtime.placements import expert_placement
-from moewe.runtime.plan import RankPlan, StepHeader, result_of_ranks
+from moewe.runtime.plan import RankPlan, StepHeader, pack, result_of_ranks
 from moewe.runtime.processes.launch import WorkerStart
 from moewe.runtime.rank_parts import build_worker, group_shape
 from moewe.runtime.resolve import resolve
@@ -37,9 +39,12 @@ from moewe.runtime.worker import Worker
 from moewe.telemetry import ProgressBoard
 from moewe.telemetry.progress import TICK
 from moewe.topologies.exchange_choice import exchanges_to_join
+from moewe.topologies.link_probes import ANYWHERE, LAYERS, LinkProbe
+from moewe.topologies.overlap_choice import HALVES, NOTHING, SHARED
 from tests.gpu.test_wired import OTHERS, SMALLER
 from tests.support.fake_gpu import DEVICE, MEMORY_BYTES, FakeGpuError, fake_gpu
 from tests.support.fixtures import checkpoint, random_prompt
+from tests.support.harness import Inline
 from tests.support.quantised import fp8_checkpoint, mxfp4_checkpoint
 from tests.support.setups import Setup
 
@@ -76,6 +81,29 @@ class Echo:
         return lambda: rows.new_zeros(self.size * len(rows), rows.shape[1])
 
 
+class EchoHeads:
+    """`TensorParallelGroup` whose other ranks have zeros."""
+
+    def __init__(self, share: HeadShare) -> None:
+        self.share = share
+
+    def gather(self, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+        assert len(rows) == self.share.num_own(num_rows)
+        return rows.new_zeros(num_rows, *rows.shape[1:])
+
+    def reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        return self.share.own_rows(partial).clone()
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        return values * 1.0
+
+    def first(self, values: torch.Tensor) -> torch.Tensor:
+        return values * 1
+
+    def bytes_sent(self) -> int:
+        return 0
+
+
 class Ranks:
     """A group on one GPU that is not there, one rank after the other, and its scheduler."""
 
@@ -83,7 +111,7 @@ class Ranks:
         config, model, rule = setup.engine_config(path), load_config(path), setup.exchange_rule()
         eager = why_eager(config, rule.grid.topology, rule.name("decode", 1)) is not None  # as starting it settles
         config = msgspec.structs.replace(config, graphs=GraphOptions(enforce_eager=eager))
-        placement = expert_placement(config, model)
+        placement, self.atp = expert_placement(config, model), rule.grid.topology.atp
         names, shape = exchanges_to_join(rule.grid, rule.facts), group_shape(config, placement)
 
         def exchange(rank: int) -> Exchange:
@@ -95,6 +123,7 @@ class Ranks:
             Worker(
                 config, rank=rank, num_ranks=shape.num_ranks, exchange=exchange(rank), placement=placement,
                 progress=ProgressBoard(shape.num_ranks).rank(rank), on_loading=lambda *_, **__: None,
+                ranks=EchoHeads(HeadShare(rank % self.atp, self.atp)) if self.atp > 1 else None,
             )
             for rank in range(shape.num_ranks)
         ]  # fmt: skip
@@ -113,10 +142,10 @@ class Ranks:
             self.scheduler.add(Request(f"request-{i}", prompt, params, seed=i, arrival=float(i)))
         num_tokens = 0
         while (plan := self.scheduler.schedule()) is not None:
-            own = plan.of_ranks(1)
+            own = plan.of_ranks(self.atp)
             results = [worker.run(plan.header, each) for worker, each in zip(self.workers, own, strict=True)]
             on_step(plan.header.kind)
-            for update in self.scheduler.apply(result_of_ranks(plan.header.step, results, 1)):
+            for update in self.scheduler.apply(result_of_ranks(plan.header.step, results, self.atp)):
                 assert update.error is None, update
                 num_tokens += len(update.token_ids)
         return num_tokens
@@ -148,9 +177,10 @@ CASES: dict[str, tuple[Callable[[], Path], Setup]] = {
         lambda: checkpoint("T-MIX", **SMALLER["T-MIX"]),
         replace(SETUP, topology="EP2DP1[red=2]", exchange="all_to_all"),
     ),
+    "divided heads": (lambda: checkpoint("T-FLX"), replace(SETUP, topology="EP2DP1[adp=1,atp=2]", exchange="all_to_all")),
 }  # fmt: skip
 # Where graphs cannot be: shapes follow from numbers that the host has to look at.
-UNCAPTURED = ("fp8 that no kernel reads", "torch alone", "two ranks, all to all")
+UNCAPTURED = ("fp8 that no kernel reads", "torch alone", "two ranks, all to all", "divided heads")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -247,3 +277,26 @@ def test_what_a_start_settles_is_what_a_rank_can_run() -> None:
         for step in (0, 1):  # nobody asks for anything: an idle rank takes part
             header = StepHeader(step=step, epoch=0, kind="idle", bucket=0, exchange="local")
             assert worker.run(header, RankPlan()).num_rows == 0
+
+
+def test_probes_and_moves_of_experts() -> None:
+    path = checkpoint("T-MIX", **SMALLER["T-MIX"])
+    with fake_gpu():
+        ranks = Ranks(path, replace(SETUP, topology="EP2DP1", eplb="auto"))
+        swapped = np.array([4, 1, 2, 3, 0, 5, 6, 7])  # slots of experts, of which each rank has four
+        for rank, worker in enumerate(ranks.workers):
+            for probe in (
+                LinkProbe(exchange="padded", rows=4, what=ANYWHERE, repeats=2),
+                LinkProbe(exchange="all_to_all", rows=9, what=LAYERS, repeats=2, overlaps=(NOTHING, SHARED, HALVES)),
+            ):
+                assert all(len(times) == 2 for times in worker.probe(probe).seconds.values())
+            moves = worker.moves
+            assert moves is not None
+            moves._thread = Inline()  # type: ignore[assignment]
+            moves.obey(
+                PrepareMoves(placement=1, moves=pack(np.array([0, 0, 4 - 4 * rank])), layers=(0,), tables=pack(swapped))
+            )
+            report = moves.take_report()
+            assert report is not None and not report.error, report
+            with torch.inference_mode():
+                moves.switch(1)
