@@ -5,6 +5,7 @@ Not a list of what is run (gpu_check_values.py, gpu_check_speed.py, gpu_check_st
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import statistics
@@ -26,6 +27,7 @@ _COPIED = 2 << 30
 _SIDE = 8192  # of the product that tells the matrix rate
 _SHORTEST_S, _MOST_REPEATS = 2e-3, 20
 _REPLAYS = 5
+_FIRST = 2  # that are not counted: one uploads the graph, and clocks rise
 
 # What a builder of launches returns: one list for every repetition, over other memory each time.
 Repetitions = Sequence[Sequence[Launch]]
@@ -98,17 +100,21 @@ def callable_seconds(calls: Sequence[Callable[[], object]]) -> float:
             call()
     side.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        for call in calls:
-            call()
+    gc.disable()  # what it frees may talk to the driver, which breaks a capture
+    try:
+        with torch.cuda.graph(graph, stream=side):
+            for call in calls:
+                call()
+    finally:
+        gc.enable()
     times = []
-    for number in range(_REPLAYS + 1):
+    for number in range(_REPLAYS + _FIRST):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        if number:  # the first one also uploads the graph
+        if number >= _FIRST:
             times.append(start.elapsed_time(end) * 1e-3 / len(calls))
     del graph
     return statistics.median(times)

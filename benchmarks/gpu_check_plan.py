@@ -17,13 +17,18 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# What a figure depends on: kernels, what launches them, what they compute with, and this script.
-SOURCES = ("*/kernels/*.py", "*/*/kernels/*.py", "native/gpu/*.py", "quant/*.py", "benchmarks/gpu_check*.py")
-# Of stage 3 the whole runtime.
-RUNTIME_SOURCES = (*SOURCES, "runtime/**/*.py", "models/*.py", "moe/*.py", "moe/**/*.py", "attention/*.py")
+# What figures of a stage depend on: kernels, what launches them, and its own part of this script.
+_KERNELS = ("*/kernels/*.py", "*/*/kernels/*.py", "native/gpu/*.py", "quant/*.py", "benchmarks/gpu_check_inputs.py")
+_RUNTIME = ("runtime/**/*.py", "models/*.py", "moe/*.py", "moe/**/*.py", "attention/*.py")
+_TIMES = "benchmarks/gpu_check_device.py"
+SOURCES = {
+    "values": (*_KERNELS, "benchmarks/gpu_check_values*.py", "tests/support/numerics.py"),
+    "speed": (*_KERNELS, _TIMES, *(f"benchmarks/gpu_check_{name}.py" for name in ("speed", "rows", "linear"))),
+    "steps": (*_KERNELS, _TIMES, *_RUNTIME, "benchmarks/gpu_check_steps.py"),
+}
 
 
-def source_hash(patterns: Sequence[str] = SOURCES, root: Path = ROOT) -> str:
+def source_hash(patterns: Sequence[str], root: Path = ROOT) -> str:
     """Return a hash of the files that match, names included."""
     digest = hashlib.sha256()
     for path in sorted({path for pattern in patterns for path in root.glob(pattern)}):

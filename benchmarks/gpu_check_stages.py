@@ -18,7 +18,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu_check_plan import (
-    RUNTIME_SOURCES,
     SOURCES,
     Budget,
     Item,
@@ -159,7 +158,7 @@ def values_stage(run: Run) -> None:
              **({"most_s": _INTERPRETED_S} if interpret else {}))
         for number, case in enumerate(cases(small=interpret))
     ]  # fmt: skip
-    run.items(items, {"sources": source_hash(SOURCES), **card()}, compiles=not interpret)
+    run.items(items, {"sources": source_hash(SOURCES["values"]), **card()}, compiles=not interpret)
 
 
 def speed_stage(run: Run) -> None:
@@ -179,7 +178,7 @@ def speed_stage(run: Run) -> None:
 
     items = [Item(name=CEILINGS, rank=-1, run=lambda: {**reached, "said": told_ceilings(reached)}, floor_s=0.0)]
     items += [Item(name=one.name, rank=one.rank, run=partial(speed, one), floor_s=0.5) for one in speeds()]
-    run.items(items, {"sources": source_hash(SOURCES), **card()}, compiles=True)
+    run.items(items, {"sources": source_hash(SOURCES["speed"]), **card()}, compiles=True)
 
 
 def steps_stage(run: Run) -> None:
@@ -193,7 +192,7 @@ def steps_stage(run: Run) -> None:
     torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder:
         engines = steps.Engines(Path(folder), steps.raw_config(layers), steps.options_for_gpu())
-        key = {"sources": source_hash(RUNTIME_SOURCES), "layers": str(layers or "all"), **card()}
+        key = {"sources": source_hash(SOURCES["steps"]), "layers": str(layers or "all"), **card()}
         try:
             run.items(steps.items(engines, reached, uuid), key, compiles=True)
         finally:

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.gpu_check_plan import (
     GOALS,
+    SOURCES,
     Budget,
     Item,
     LeftOut,
@@ -126,6 +127,14 @@ def test_a_hash_follows_names_and_contents(tmp_path: Path) -> None:
         a="1"
     )
     assert source_hash(("*.py", "a.py"), tmp_path) == hashed(a="1")
+
+
+def test_a_stage_depends_on_its_own_part_of_the_script() -> None:
+    files = {stage: {str(path) for one in patterns for path in ROOT.glob(one)} for stage, patterns in SOURCES.items()}
+    for stage, own in (("values", "values_attention"), ("speed", "rows"), ("steps", "steps")):
+        assert [name for name in files if str(ROOT / f"benchmarks/gpu_check_{own}.py") in files[name]] == [stage]
+    kernels = {str(path) for path in ROOT.glob("**/kernels/*_triton.py") if ".typing" not in path.parts}
+    assert kernels and all(kernels <= own for own in files.values())
 
 
 def test_goals_go_with_sizes() -> None:
