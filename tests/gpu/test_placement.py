@@ -177,7 +177,9 @@ CASES: dict[str, tuple[Callable[[], Path], Setup]] = {
         lambda: checkpoint("T-MIX", **SMALLER["T-MIX"]),
         replace(SETUP, topology="EP2DP1[red=2]", exchange="all_to_all"),
     ),
-    "divided heads": (lambda: checkpoint("T-FLX"), replace(SETUP, topology="EP2DP1[adp=1,atp=2]", exchange="all_to_all")),
+    "divided heads": (
+        lambda: checkpoint("T-FLX"), replace(SETUP, topology="EP2DP1[adp=1,atp=2]", exchange="all_to_all")
+    ),
 }  # fmt: skip
 # Where graphs cannot be: shapes follow from numbers that the host has to look at.
 UNCAPTURED = ("fp8 that no kernel reads", "torch alone", "two ranks, all to all", "divided heads")
