@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from importlib.metadata import version
 from multiprocessing import get_context
+from typing import TypeVar
 
 import torch
 
@@ -150,32 +151,25 @@ def is_sound() -> bool:
         return False
 
 
-def compile_ahead(
-    warmed: Callable[[tuple[str, int, int]], tuple[int, list[str]]],
-    stage: str,
-    most_seconds: float,
-    processes: int | None = None,
-) -> None:
-    """Compile the kernels of a stage in parallel, and say how many, how long, and what failed.
+Job = TypeVar("Job")
 
-    `warmed((stage, part, parts))` compiles every `parts`-th launch from `part` on, the most important first. What is
-    not done after `most_seconds` is compiled when it is launched.
+
+def compile_ahead(
+    warmed: Callable[[Job], None], jobs: Sequence[Job], most_seconds: float, processes: int | None = None
+) -> None:
+    """Compile a kernel for each job, the first ones first, by as many processes as there are CPUs; say what came of it.
+
+    What is not done after `most_seconds` is compiled when it is launched.
     """
-    parts, began = processes or len(os.sched_getaffinity(0)), time.monotonic()
-    pool = ProcessPoolExecutor(parts, mp_context=get_context("spawn"))
-    done, late = wait([pool.submit(warmed, (stage, part, parts)) for part in range(parts)], timeout=most_seconds)
-    compiled, failed = 0, []
-    for future in done:
-        if (error := future.exception()) is None:
-            compiled += future.result()[0]
-            failed += future.result()[1]
-        else:
-            failed.append(f"{type(error).__name__}: {error}")
+    processes, began = processes or len(os.sched_getaffinity(0)), time.monotonic()
+    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+    done, late = wait([pool.submit(warmed, job) for job in jobs], timeout=most_seconds)
+    failed = [error for future in done if (error := future.exception()) is not None]
     for process in list((pool._processes or {}).values()) if late else []:
         process.kill()
     pool.shutdown(wait=not late, cancel_futures=True)
-    behind = f", {len(late)} of them had no time for all of theirs" if late else ""
-    print(f"  {compiled} kernels compiled by {parts} processes in {time.monotonic() - began:.0f} s{behind}",
-          file=sys.stderr, flush=True)  # fmt: skip
-    for line, times in Counter(failed).items():  # what a machine lacks, all kernels lack
+    print(f"  {len(done) - len(failed)} of {len(jobs)} kernels compiled by {processes} processes in "
+          f"{time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
+    # What a machine lacks, all kernels lack.
+    for line, times in Counter(f"{type(error).__name__}: {error}"[:300] for error in failed).items():
         print(f"  not compiled, {times} times: {line}", file=sys.stderr, flush=True)

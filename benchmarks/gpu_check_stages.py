@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -73,31 +73,27 @@ def stage_launches(stage: str, target: Any) -> Iterator[Any]:
         yield from step_launches(target)
 
 
-def warmed(part: tuple[str, int, int]) -> tuple[int, list[str]]:
-    """Compile every n-th distinct kernel of a stage, in a process of its own; returns how many, and what failed."""
+@cache
+def distinct_launches(stage: str, target: Any) -> list[Any]:
+    """Return of `stage_launches` one for each kernel that must be compiled."""
+    from moewe.native.gpu.compiling import launch_key
+
+    found: dict[str, Any] = {}
+    for launch in stage_launches(stage, target):
+        found.setdefault(launch_key(launch, target), launch)
+    return list(found.values())
+
+
+def warmed(job: tuple[str, int]) -> None:
+    """Compile the kernel of this number of a stage, in a process of its own, which does several."""
     die_with_parent()
     import torch
 
     from benchmarks.gpu_check_device import warm
     from moewe.models.kernels.choice import target_of
-    from moewe.native.gpu.compiling import launch_key
 
-    stage, own, parts = part
-    target = target_of(torch.device("cuda"))
-    seen: set[str] = set()
-    done, failed = 0, []
-    for launch in stage_launches(stage, target):
-        key = launch_key(launch, target)
-        if key in seen:
-            continue
-        seen.add(key)
-        if len(seen) % parts == own:
-            try:
-                warm(launch)
-                done += 1
-            except Exception as error:  # whoever launches it will say so; others go on
-                failed.append(f"{type(error).__name__}: {error}"[:300])
-    return done, failed
+    stage, number = job
+    warm(distinct_launches(stage, target_of(torch.device("cuda", 0)))[number])
 
 
 def told(number: list[int], total: int, name: str, figures: dict[str, Any]) -> None:
@@ -118,8 +114,8 @@ class Run:
         self.args = args
         self.budget = Budget(args.seconds, start=args.until - args.seconds)
 
-    def items(self, items: Iterable[Item], key: dict[str, str], *, compiles: bool) -> None:
-        """Run what is left.
+    def items(self, items: Iterable[Item], key: dict[str, str], target: Any) -> None:
+        """Run what is left; for a GPU kernels are compiled beforehand.
 
         Raises:
             Unsound: this process can run no more of it.
@@ -131,8 +127,9 @@ class Run:
         made = list(items)
         left = [item for item in made if item.name not in record.results]
         print(f"{args.stage}: {len(left)} of {len(made)} to do", file=sys.stderr, flush=True)
-        if left and compiles and not args.keep_errors:  # begun again, it has compiled
-            device.compile_ahead(warmed, args.stage, min(_COMPILE_SHARE * args.seconds, self.budget.left))
+        if left and target is not None and not args.keep_errors:  # begun again, it has compiled
+            jobs = [(args.stage, i) for i in range(len(distinct_launches(args.stage, target)))]
+            device.compile_ahead(warmed, jobs, min(_COMPILE_SHARE * args.seconds, self.budget.left))
         run_items(made, record, self.budget, partial(told, [0], len(left)), is_sound=device.is_sound)
 
 
@@ -158,7 +155,7 @@ def values_stage(run: Run) -> None:
              **({"most_s": _INTERPRETED_S} if interpret else {}))
         for number, case in enumerate(cases(small=interpret))
     ]  # fmt: skip
-    run.items(items, {"sources": source_hash(SOURCES["values"]), **card()}, compiles=not interpret)
+    run.items(items, {"sources": source_hash(SOURCES["values"]), **card()}, None if interpret else target)
 
 
 def speed_stage(run: Run) -> None:
@@ -178,7 +175,7 @@ def speed_stage(run: Run) -> None:
 
     items = [Item(name=CEILINGS, rank=-1, run=lambda: {**reached, "said": told_ceilings(reached)}, floor_s=0.0)]
     items += [Item(name=one.name, rank=one.rank, run=partial(speed, one), floor_s=0.5) for one in speeds()]
-    run.items(items, {"sources": source_hash(SOURCES["speed"]), **card()}, compiles=True)
+    run.items(items, {"sources": source_hash(SOURCES["speed"]), **card()}, target)
 
 
 def steps_stage(run: Run) -> None:
@@ -187,6 +184,7 @@ def steps_stage(run: Run) -> None:
 
     from benchmarks import gpu_check_steps as steps
     from benchmarks.gpu_check_device import card, ceilings
+    from moewe.models.kernels.choice import target_of
 
     reached, uuid, layers = ceilings(), f"GPU-{torch.cuda.get_device_properties(0).uuid}", run.args.layers
     torch.cuda.empty_cache()
@@ -194,7 +192,7 @@ def steps_stage(run: Run) -> None:
         engines = steps.Engines(Path(folder), steps.raw_config(layers), steps.options_for_gpu())
         key = {"sources": source_hash(SOURCES["steps"]), "layers": str(layers or "all"), **card()}
         try:
-            run.items(steps.items(engines, reached, uuid), key, compiles=True)
+            run.items(steps.items(engines, reached, uuid), key, target_of(torch.device("cuda", 0)))
         finally:
             engines.close()
 

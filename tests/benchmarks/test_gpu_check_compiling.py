@@ -30,34 +30,29 @@ torch.cuda.get_device_properties = lambda device: card
 from benchmarks import gpu_check_stages
 gpu_check_stages.stage_launches = lambda stage, target: (
     one for speed in gpu_check_stages.speeds() if speed.name.startswith("scan") for one in speed.launches(target))
-print(gpu_check_stages.warmed(("speed", 0, 1)))
+gpu_check_stages.warmed(("speed", 0))
 """
 
 
-def warmed(part: tuple[str, int, int]) -> tuple[int, list[str]]:
-    """Stand in for a process that compiles: one does, one fails in part, one fails; a single one takes too long."""
-    _, own, parts = part
-    if parts == 1:
+def warmed(job: str) -> None:
+    """Stand in for a process that compiles."""
+    if job == "slow":
         time.sleep(60)
-    if own == 2:
-        raise ValueError("no compiler")
-    return 5, ["RuntimeError: no"] * 2 if own else []
+    if job != "sound":
+        raise ValueError(job)
 
 
 @pytest.mark.slow
 @pytest.mark.spawn
 def test_what_fails_or_takes_long_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    compile_ahead(warmed, "speed", 100.0, processes=3)
+    compile_ahead(warmed, ["sound", "no compiler", "sound", "no compiler", "sound"], 100.0, processes=2)
     began = time.monotonic()
-    compile_ahead(warmed, "speed", 0.5, processes=1)
+    compile_ahead(warmed, ["slow", "sound"], 0.5, processes=1)
     assert time.monotonic() < began + 30  # and not the minute that it sleeps
-    first, *failed, last = capsys.readouterr().err.splitlines()
-    assert first.startswith("  10 kernels compiled by 3 processes in ") and first.endswith(" s")
-    assert sorted(failed) == [
-        "  not compiled, 1 times: ValueError: no compiler",
-        "  not compiled, 2 times: RuntimeError: no",
-    ]
-    assert last.startswith("  0 kernels compiled") and last.endswith(", 1 of them had no time for all of theirs")
+    first, failed, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("  3 of 5 kernels compiled by 2 processes in ")
+    assert failed == "  not compiled, 2 times: ValueError: no compiler"
+    assert last.startswith("  0 of 2 kernels compiled by 1 processes in ")
 
 
 @pytest.mark.slow
@@ -67,5 +62,5 @@ def test_a_kernel_is_compiled(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", ONE_KERNEL], env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == "(1, [])", done.stdout + done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-2000:]
     assert list(tmp_path.rglob("scan_kernel.cubin"))
