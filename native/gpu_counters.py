@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,9 +59,12 @@ class GpmCounter:
             log.warning("the counter of memory traffic failed and is not asked again: %s", error)
             self._works = False
             return 0.0
+        metric = asked.metrics[0]
+        if metric.nvmlReturn != nvml.NVML_SUCCESS or not math.isfinite(metric.value):
+            return 0.0  # nothing between these two: the next call has this one's time too
         seconds, self._taken = now - self._taken, now
         self._earlier, self._later = self._later, self._earlier
-        return float(asked.metrics[0].value) / 100 * self.peak_bytes_per_second * seconds
+        return float(metric.value) / 100 * self.peak_bytes_per_second * seconds
 
 
 class EnergyCounter:

@@ -16,7 +16,7 @@ PEAK = 2e6 * 3201 * 6144 / 8  # an H200's: 3201 MHz, 6144 bits
 class FakeNvml(ModuleType):
     """As much of pynvml as is asked: a GPU that moves `percent` of its peak between samples."""
 
-    NVML_CLOCK_MEM, NVML_GPM_METRICS_GET_VERSION, NVML_GPM_METRIC_DRAM_BW_UTIL = 2, 33, 10
+    NVML_CLOCK_MEM, NVML_GPM_METRICS_GET_VERSION, NVML_GPM_METRIC_DRAM_BW_UTIL, NVML_SUCCESS = 2, 33, 10, 0
 
     class NVMLError(Exception):
         """As of NVML."""
@@ -25,6 +25,7 @@ class FakeNvml(ModuleType):
         super().__init__("pynvml")
         self.supported, self.fails, self.percent, self.samples = 1, False, 25.0, 0
         self.millijoules: int | None = 5_000
+        self.answer = 0  # of the metric
 
     def nvmlInit(self) -> None:
         if self.fails:
@@ -57,12 +58,12 @@ class FakeNvml(ModuleType):
         sample.number = self.samples
 
     def c_nvmlGpmMetricsGet_t(self) -> SimpleNamespace:
-        return SimpleNamespace(metrics=[SimpleNamespace(metricId=0, value=0.0)])
+        return SimpleNamespace(metrics=[SimpleNamespace(metricId=0, nvmlReturn=0, value=0.0)])
 
     def nvmlGpmMetricsGet(self, asked: SimpleNamespace) -> None:
         assert asked.version == 33 and asked.numMetrics == 1 and asked.metrics[0].metricId == 10
-        assert asked.sample2.number == asked.sample1.number + 1, "samples follow each other"
-        asked.metrics[0].value = self.percent
+        assert asked.sample2.number > asked.sample1.number, "samples follow each other"
+        asked.metrics[0].value, asked.metrics[0].nvmlReturn = self.percent, self.answer
 
 
 def clock(*times: float) -> Iterator[float]:
@@ -77,6 +78,16 @@ def test_bytes_are_the_share_of_the_peak_over_the_time_between_samples() -> None
     assert counter.take() == 0.0  # too soon: the next call has its time too
     nvml.percent = 50.0
     assert counter.take() == pytest.approx(0.5 * PEAK)
+
+
+@pytest.mark.parametrize(("percent", "answer"), [(float("nan"), 0), (25.0, 3)])
+def test_a_sample_without_a_figure_is_left_to_the_next(percent: float, answer: int) -> None:
+    nvml = FakeNvml()
+    counter = GpmCounter(nvml, "GPU-1", clock(10.0, 12.0, 13.0).__next__)
+    nvml.percent, nvml.answer = percent, answer
+    assert counter.take() == 0.0
+    nvml.percent, nvml.answer = 50.0, 0
+    assert counter.take() == pytest.approx(0.5 * PEAK * 3)
 
 
 def test_a_counter_that_fails_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
