@@ -23,6 +23,7 @@ from moewe.models.kernels.norm import norm_launch
 from moewe.moe.wide_ep.exchanges import Exchange, LocalExchange, join_all_over_links
 from moewe.moe.wide_ep.exchanges.links import Pending
 from moewe.moe.wide_ep.exchanges.rehearsed_link import RehearsedLink
+from moewe.runtime import counter_reports
 from moewe.runtime.config import GraphOptions
 from moewe.runtime.graphs.choosing import why_eager
 from moewe.runtime.graphs.ladder import token_classes
@@ -217,8 +218,11 @@ def test_a_gpu_that_is_too_old_for_kernels_runs_none() -> None:
     [({"temperature": 0.0}, 0), ({"top_p": 0.9, "top_k": 5}, 1), ({"top_k": 5, "logit_bias": {3: 1.0}}, 2)],
     ids=["greedy", "chance", "chance-behind-edits"],
 )
-def test_steps_that_are_replayed_wait_once(asked: dict[str, Any], num_launches: int) -> None:
+def test_steps_that_are_replayed_wait_once(
+    asked: dict[str, Any], num_launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They wait for their stream behind the copies of their results, which do not wait; tokens are drawn before."""
+    monkeypatch.setattr(counter_reports, "EVERY_S", 1e9)  # counters are read with the last step alone
     path, seen = checkpoint("T-GOS", **SMALLER["T-GOS"]), []
     with fake_gpu() as gpu:
         ranks = Ranks(path, SETUP)
