@@ -44,7 +44,7 @@ class Signature:
 
 def signature_of(launch: Launch) -> Signature:
     """Return how `launch` specialises its kernel."""
-    fixed = _not_specialised(launch.kernel)
+    fixed = not_specialised(launch.kernel)
     types: dict[str, str] = {}
     constants: dict[str, Constant] = dict(launch.constants)
     aligned = []
@@ -71,7 +71,7 @@ def _type_of(value: Any) -> str:
     return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
 
 
-def _not_specialised(kernel: Any) -> Iterable[str]:
+def not_specialised(kernel: Any) -> Iterable[str]:
     """Return the names that `triton.jit(do_not_specialize=...)` was given, of a kernel that is interpreted or not."""
     names = kernel.kwargs.get("do_not_specialize") if hasattr(kernel, "kwargs") else kernel.do_not_specialize
     return names or ()

@@ -1,7 +1,7 @@
 """What Triton's JIT makes of a launch on a GPU is what was compiled ahead: for every launch in the record.
 
-In a process of its own, whose kernels are not interpreted, with a driver that is not there. Its JIT takes arguments
-apart as on a GPU and is stopped before it compiles.
+That is asked in a process of its own, whose kernels are not interpreted, with a driver that is not there. Its JIT
+takes arguments apart as on a GPU and is stopped before it compiles.
 """
 
 from __future__ import annotations
@@ -15,6 +15,12 @@ from typing import Any
 
 import pytest
 
+from moewe.models.kernels.launches import layer_launches
+from moewe.models.published import published_config
+from moewe.moe.kernels.launches import moe_launches
+from moewe.native.gpu import TARGETS
+from moewe.native.gpu.signature import not_specialised
+from moewe.runtime.gpu_launches import moe_shapes
 from tests.support.compiled import RECORD
 
 ROOT = RECORD.parents[2]
@@ -68,6 +74,24 @@ def differences() -> dict[str, Any]:
             if asked[name] != getattr(options, name):
                 found.setdefault(f"{case.launch.name} {name}", f"JIT {asked[name]}, ahead {getattr(options, name)}")
     return {"cases": len(cases), "differences": found}
+
+
+def test_no_number_that_follows_the_rows_of_a_step_asks_for_other_machine_code() -> None:
+    """Triton makes another form of a kernel for a 1 and for multiples of 16, unless it is told not to."""
+    config = published_config("deepseek-v3")
+    shapes = moe_shapes(config, ("fp8 128x128",))
+    seen: dict[str, set[tuple[int, ...]]] = {}
+    for num_rows in (1, 2, 15, 16, 17, 64, 1000, 4096):
+        found: dict[str, set[tuple[int, ...]]] = {}
+        for launch in (
+            *moe_launches(shapes, num_rows, TARGETS[90]), *layer_launches(config, num_rows, TARGETS[90])
+        ):  # fmt: skip
+            fixed = not_specialised(launch.kernel)
+            numbers = tuple(v for name, v in launch.arguments.items() if isinstance(v, int) and name not in fixed)
+            found.setdefault(launch.name, set()).add(numbers)
+        for name, numbers in found.items():
+            assert seen.setdefault(name, numbers) == numbers, f"{name} at {num_rows} rows"
+    assert len(seen) > 10
 
 
 @pytest.mark.slow
