@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_check_inputs import BLOCK_SIZE, KV, Attended, Place, groups_of, random_storage, step_of
-from benchmarks.gpu_check_values import Case, Errors, Made, near
+from benchmarks.gpu_check_values import Case, Errors, Made, near, same
 from moewe.attention.kernels.attend import attention_launches
 from moewe.attention.kernels.heads import heads_launch
 from moewe.attention.kernels.latent import LatentSteps, latent_launch
@@ -23,7 +24,7 @@ from moewe.kvcache.groups import first_visible_rows
 from moewe.kvcache.storage import KVStorage, Pages
 from moewe.models.kernels.launches import head_steps
 from moewe.models.rotary import Angles, Rotary
-from moewe.native.gpu import GpuTarget
+from moewe.native.gpu import GpuTarget, Launch
 
 MODELS = ("qwen3-30b-a3b", "gpt-oss-120b", "deepseek-v3", "glm-4.5", "mixtral-8x7b")
 # Runs (tokens before, rows), and how many of the first are decode: borders of splits and blocks, long context.
@@ -74,6 +75,39 @@ def _attend(model: str, kv: str, number: int, place: Place, target: GpuTarget) -
         for run, (first, rows, _, _) in enumerate(step.runs.tolist()):  # each by itself: few keys make large numbers
             errors.append(near(out[first : first + rows], attend64(attended, q, step, run), "bfloat16"))
         return {name: max(one[name] for one in errors) for name in errors[0]}
+
+    return Made(launches=launches, compare=compare)
+
+
+def _alone(model: str, kv: str, place: Place, target: GpuTarget) -> Made:
+    """Splits and tiles stand at fixed places: a sequence by itself has the bits that it has among others."""
+    config = place.config(model)
+    group = groups_of(config, kv)[0]
+    runs, num_decodes = _SMALL_RUNS if place.small else ([(511, 1), (4199, 1), (1030, 70)], 2)
+    counts = [-(-(before + rows) // BLOCK_SIZE) for before, rows in runs]
+    starts, firsts = ([sum(numbers[:i]) for i in range(len(runs))] for numbers in (counts, [rows for _, rows in runs]))
+    tables = np.random.default_rng(0).permutation(sum(counts)).astype(np.int32)
+    attended = random_storage(config, group, sum(counts) * BLOCK_SIZE, place)
+    q = place.randn(sum(rows for _, rows in runs), config.num_heads, group.head_dim)
+
+    def launched(queries: torch.Tensor, told: list[list[int]], blocks: np.ndarray, decodes: int) -> torch.Tensor:
+        out = queries.new_empty(len(queries), config.num_heads, group.value_dim)
+        step = GpuStep(np.array(told, np.int64), blocks, decodes, place.device)
+        launches.extend(
+            attention_launches(queries, out, attended.storage, attended.layer, step, attended.options, target)
+        )
+        return out
+
+    launches: list[Launch] = []
+    all_runs = [[first, rows, before, start] for (before, rows), first, start in zip(runs, firsts, starts)]
+    among, alone = launched(q, all_runs, tables, num_decodes), []
+    for i, (first, rows, before, start) in enumerate(all_runs):
+        own = tables[start : start + counts[i]].copy()
+        alone.append(launched(q[first : first + rows], [[0, rows, before, 0]], own, int(i < num_decodes)))
+
+    def compare() -> Errors:
+        same(among.view(torch.int16), torch.cat(alone).view(torch.int16), "numbers of sequences alone")
+        return {}
 
     return Made(launches=launches, compare=compare)
 
@@ -164,6 +198,9 @@ def _latent_rows(kv: str, place: Place, target: GpuTarget) -> Made:
 def attention_cases(*, small: bool) -> Iterator[Case]:
     """Yield the cases of this file."""
     for kv in KV:
+        for model in ("qwen3-30b-a3b", "deepseek-v3"):
+            name = f"attention over {kv}, {model}, sequences alone as among others"
+            yield Case(name=name, rank=1, make=partial(_alone, model, kv))
         for model in MODELS[:3] if small else MODELS:
             for number, group in enumerate(
                 groups_of(Place(device=torch.device("meta"), small=small).config(model), kv)
