@@ -35,7 +35,9 @@ class Pages:
 
     def read(self, block_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the values of blocks [n] i64: [n, block_size, Hkv, W] in `dtype`."""
-        elements = self.elements.index_select(0, block_ids)
+        held = self.elements.dtype
+        is_fp8 = held.itemsize == 1 and held.is_floating_point  # not every torch selects those on a GPU: as bytes then
+        elements = (self.elements.view(torch.uint8) if is_fp8 else self.elements).index_select(0, block_ids).view(held)
         if self.scales is not None:
             elements = dequantize_heads(elements, self.scales.index_select(0, block_ids))
         return elements.to(dtype)
