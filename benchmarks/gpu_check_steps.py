@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
 from benchmarks.gpu_check_linear import fixed_launches
 from benchmarks.gpu_check_plan import Item, LeftOut, share_figures
@@ -36,7 +35,6 @@ from moewe.runtime.config import EngineConfig
 from moewe.runtime.gpu_launches import moe_shapes
 from moewe.runtime.metrics.stats import decode_counters
 from moewe.runtime.ranks.kernels.launches import sampling_launches
-from moewe.runtime.ranks.kernels.rows import scan_launch
 from moewe.runtime.ranks.warm_up import warm_up_sizes
 from moewe.telemetry import COMPONENTS
 from moewe.topologies.kernel_work import Work
@@ -306,11 +304,9 @@ def step_launches(target: GpuTarget) -> Iterator[Launch]:
     config = published_config(MODEL)
     shapes = moe_shapes(config, ("bf16",))
     sizes = {*warm_up_sizes(16, PROMPT, compiles=True), *range(8, max(BATCHES) + 1, 8), 1, 2, 4}
-    yield from layer_launches(config, 1, target)
-    yield from sampling_launches(config.vocab_size)
-    yield scan_launch(torch.empty(2, config.hidden_size, dtype=torch.bfloat16, device="meta"))[0]  # of hidden rows
-    for tokens in sorted(sizes):
-        yield from moe_launches(shapes, tokens, target)
+    yield from layer_launches(config, target)
+    yield from sampling_launches(config.vocab_size, config.hidden_size)
+    yield from moe_launches(shapes, target, sorted(sizes))
     yield from fixed_launches(target)
 
 

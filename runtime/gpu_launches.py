@@ -1,7 +1,7 @@
-"""Every kernel launch on a GPU that serving the published models makes, by model and size of a step.
+"""Every kernel launch on a GPU that serving the published models makes, as far as its code differs, by model.
 
 Not a runtime path: benchmarks/gpu_kernels.py compiles them without a GPU, and tests hold what came of it against rules.
-Units: tokens of a step on one rank.
+Units: none.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from ..models.config import ModelConfig
 from ..models.kernels.launches import layer_launches
+from ..models.kernels.projections import projection_launches
 from ..models.published import published_config
-from ..moe.kernels.launches import MoEShapes, moe_launches
+from ..moe.kernels.launches import PLAIN, MoEShapes, moe_launches
 from ..native.gpu import GpuTarget, Launch
 from .ranks.kernels.launches import sampling_launches
 
-STEP_TOKENS = (1, 16, 256, 8192)
 # Published models, and formats in which their experts are held: that of the checkpoint, bf16, and others that fit.
 MODELS: dict[str, tuple[str, ...]] = {
     "mixtral-8x7b": ("bf16", "int8 channel"),
@@ -26,27 +26,30 @@ MODELS: dict[str, tuple[str, ...]] = {
     "gpt-oss-120b": ("mxfp4",),
     "glm-4.5": ("bf16", "fp8 channel"),
 }
+EXPERTS_ALONE = "mxfp4"  # checkpoints store nothing else in it
 
 
 class Use(NamedTuple):
     """A launch and where it occurs."""
 
     model: str
-    num_tokens: int
     launch: Launch
 
 
 def published_launches(target: GpuTarget) -> Iterator[Use]:
-    """Yield the launches of all models, the same machine code several times."""
+    """Yield every launch of all models that differs in its code, for steps of any size; some of them several times."""
     for name, formats in MODELS.items():
         config = published_config(name)
-        shapes = moe_shapes(config, formats)
-        for num_tokens in STEP_TOKENS:
-            for launch in moe_launches(shapes, num_tokens, target):
-                yield Use(name, num_tokens, launch)
-        # The size of a step changes the grids of these, not their code.
-        for launch in (*layer_launches(config, 1, target), *sampling_launches(config.vocab_size)):
-            yield Use(name, 1, launch)
+        for launch in _launches(config, formats, target):
+            yield Use(name, launch)
+
+
+def _launches(config: ModelConfig, formats: tuple[str, ...], target: GpuTarget) -> Iterator[Launch]:
+    yield from moe_launches(moe_shapes(config, formats), target)
+    yield from layer_launches(config, target)
+    for format_name in (PLAIN, *(name for name in formats if name not in (PLAIN, EXPERTS_ALONE))):
+        yield from projection_launches(config, format_name, target)
+    yield from sampling_launches(config.vocab_size, config.hidden_size)
 
 
 def moe_shapes(config: ModelConfig, formats: tuple[str, ...]) -> MoEShapes:

@@ -142,11 +142,13 @@ def decode_kernel(
     begin = tl.maximum(first, split * SPLIT)
     stop = tl.minimum(position + 1, (split + 1) * SPLIT)
     if begin < stop:
-        own = part * BLOCK_M + tl.arange(0, BLOCK_M)
-        inside = own < group
-        heads = kv_head * group + own
+        # What all heads have in common is a number, not a block: blocks would wait in registers while keys are walked.
+        own = tl.arange(0, BLOCK_M)
+        inside = own < group - part * BLOCK_M
+        first_head = kv_head * group + part * BLOCK_M
         num_heads = kv_heads * group
-        q_main, q_rest = _load_queries(q, (row * num_heads + heads) * HEAD_DIM, inside, MAIN, REST, HEAD_DIM)
+        queries = q + (row * num_heads + first_head) * HEAD_DIM
+        q_main, q_rest = _load_queries(queries, own * HEAD_DIM, inside, MAIN, REST, HEAD_DIM)
         total, largest, out = walk(
             tl.zeros([BLOCK_M], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32),
             tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32), q_main, q_rest, k + kv_head * HEAD_DIM,
@@ -156,11 +158,13 @@ def decode_kernel(
             begin // BLOCK_N * BLOCK_N, stop, kv_heads, scale, cap, MAIN, REST, HEAD_DIM, VALUE_DIM, VALUE_BLOCK,
             V_STRIDE, BLOCK_N, BLOCK_SIZE, True, SHARES_V, FORMAT, FP8_BYTES,
         )  # fmt: skip
-        place = (run.to(tl.int64) * num_heads + heads) * num_splits + split
+        place = (run.to(tl.int64) * num_heads + first_head) * num_splits + split
+        others = own * num_splits  # of the head `own` behind the first one's
         columns = tl.arange(0, VALUE_BLOCK)[None, :]
-        tl.store(partial + (place * VALUE_DIM)[:, None] + columns, out, mask=inside[:, None] & (columns < VALUE_DIM))
-        tl.store(stats + place * 2, largest, mask=inside)
-        tl.store(stats + place * 2 + 1, total, mask=inside)
+        here = partial + place * VALUE_DIM
+        tl.store(here + (others * VALUE_DIM)[:, None] + columns, out, mask=inside[:, None] & (columns < VALUE_DIM))
+        tl.store(stats + place * 2 + others * 2, largest, mask=inside)
+        tl.store(stats + place * 2 + others * 2 + 1, total, mask=inside)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ Letters: T tokens, D width, H heads.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
 import torch
@@ -17,30 +18,47 @@ from ...attention.kernels.heads import heads_launch
 from ...attention.kernels.latent import LatentSteps, latent_launch
 from ...attention.kernels.step import GpuStep
 from ...attention.native_heads import HeadSteps
+from ...attention.tensor_parallel import HeadShare
 from ...kvcache.storage import KVStorage
 from ...moe.kernels.combine import ExpertRows
 from ...native.gpu import GpuTarget, Launch
 from ...quant import FORMATS, KV_FORMATS
 from ..config import ModelConfig
 from ..footprint import cache_groups
+from ..head_shares import local_config, possible_shares
 from .norm import norm_launch
 
 _KV_FORMATS = (FORMATS["bfloat16"], *KV_FORMATS.values())
 _BLOCK_SIZE = 16
+_RANKS_OF_A_HOST = (2, 4, 8)
 
 
-def layer_launches(config: ModelConfig, num_tokens: int, target: GpuTarget) -> Iterator[Launch]:
-    """Yield the launches of one layer of each kind, in bf16 and with every format of KV, with T = `num_tokens`."""
-    x, out = _rows(num_tokens, config.hidden_size), _rows(num_tokens, config.hidden_size)
-    weight = _rows(config.hidden_size)
+def layer_launches(config: ModelConfig, target: GpuTarget, num_tokens: int = 1) -> Iterator[Launch]:
+    """Yield every launch of norms and attention that differs in its code: in bf16, with every format of KV.
+
+    With all heads, and with as many as a rank has that shares them. T = `num_tokens` changes grids alone.
+    """
+    x, weight = _rows(num_tokens, config.hidden_size), _rows(config.hidden_size)
     for added in (None, x, _expert_rows(config, num_tokens)):
-        yield norm_launch(x, weight, eps=config.norm_eps, added=added, multiplier=1.0, out=out)
+        yield norm_launch(x, weight, eps=config.norm_eps, added=added, multiplier=1.0, out=x)
+    if config.latent is not None and config.latent.query_rank:
+        x, weight = _rows(num_tokens, config.latent.query_rank), _rows(config.latent.query_rank)
+        yield norm_launch(x, weight, eps=config.latent.norm_eps, added=None, multiplier=1.0, out=x)
     for held in _KV_FORMATS:
-        groups = cache_groups(config, dtype=held)
-        storage = KVStorage(groups, num_blocks=1, block_size=_BLOCK_SIZE, device="meta")
-        for group in groups:
-            yield from _row_launches(config, storage, group.layers[0], num_tokens, target)
-            yield from _attention_launches(config, storage, group.layers[0], target)
+        for part in head_parts(config):
+            groups = cache_groups(part, dtype=held)
+            storage = KVStorage(groups, num_blocks=1, block_size=_BLOCK_SIZE, device="meta")
+            for group in groups:
+                if part.num_heads == config.num_heads or part.latent is not None:  # torch turns other divided heads
+                    yield _row_launch(part, storage, group.layers[0], target, num_tokens)
+                yield from _attention_launches(part, storage, group.layers[0], target, num_tokens)
+
+
+@cache
+def head_parts(config: ModelConfig) -> list[ModelConfig]:
+    """Return what a rank has of a model whose heads are divided among 1, 2, 4, .. ranks, up to those of one host."""
+    shares = (1, *(number for number in possible_shares(config) if number in _RANKS_OF_A_HOST))
+    return [local_config(config, HeadShare(0, number)) for number in shares]
 
 
 def _expert_rows(config: ModelConfig, num_tokens: int) -> ExpertRows | None:
@@ -54,27 +72,27 @@ def _expert_rows(config: ModelConfig, num_tokens: int) -> ExpertRows | None:
     return ExpertRows(_rows(num_tokens * top_k, size), weights, row_of, shared)
 
 
-def _row_launches(
-    config: ModelConfig, storage: KVStorage, layer: int, num_tokens: int, target: GpuTarget
-) -> Iterator[Launch]:
+def _row_launch(config: ModelConfig, storage: KVStorage, layer: int, target: GpuTarget, num_tokens: int) -> Launch:
     slots = torch.empty(num_tokens, dtype=torch.int64, device="meta")
     angles = torch.empty(num_tokens, 1, config.rotary.rotary_dim, device="meta")
     if config.latent is not None:
-        yield _latent(config, storage, layer, slots, angles, target)
-        return
+        return _latent(config, storage, layer, slots, angles, target)
     steps = head_steps(config, layer)
     qkv = _rows(num_tokens, (steps.num_heads + 2 * steps.num_kv_heads) * steps.head_dim)
     both = (angles, angles) if steps.rotary_dim else None
-    yield heads_launch(steps, storage.pages(layer), qkv, slots, both, target=target)[0]
+    return heads_launch(steps, storage.pages(layer), qkv, slots, both, target=target)[0]
 
 
-def _attention_launches(config: ModelConfig, storage: KVStorage, layer: int, target: GpuTarget) -> Iterator[Launch]:
-    """Of one row behind a few tokens, and of a run of two."""
+def _attention_launches(
+    config: ModelConfig, storage: KVStorage, layer: int, target: GpuTarget, num_tokens: int
+) -> Iterator[Launch]:
+    """Of one row behind T tokens, and of a run of T + 1."""
     group = storage.groups[storage.group_of(layer)]
-    step = GpuStep(np.array([[0, 1, 9, 0], [1, 2, 9, 1]]), np.zeros(2, np.int32), 1, torch.device("meta"))
+    runs = np.array([[0, 1, num_tokens, 0], [1, num_tokens + 1, 0, 1]])
+    step = GpuStep(runs, np.zeros(2, np.int32), 1, torch.device("meta"))
     sinks = torch.empty(config.num_heads, device="meta") if config.sinks else None
     options = AttentionOptions(config.attention_scale, config.score_cap, sinks)
-    q, out = (_rows(3, config.num_heads, width) for width in (group.head_dim, group.value_dim))
+    q, out = (_rows(num_tokens + 2, config.num_heads, width) for width in (group.head_dim, group.value_dim))
     yield from attention_launches(q, out, storage, layer, step, options, target)
 
 

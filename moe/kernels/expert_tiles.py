@@ -7,11 +7,13 @@ Letters: M rows, S slots. Units: bytes of shared memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from ...native.gpu import GpuTarget
 
 _SMALLEST_ROWS, _LARGEST_ROWS = 16, 128
+ROWS_A_SLOT = (1, 17, 33, 65)  # the fewest for each height of a tile
 # Outputs of a streamed tile: wide ones read longer runs, narrow ones occupy more multiprocessors.
 _STREAMED_OUTPUTS = (128, 64, 32)
 # Of codes and few rows: tiles that Hopper multiplies by mma, not wgmma, whose operands it would load 4 or 8 bytes wide.
@@ -85,9 +87,8 @@ def pick_config(size: ProductSize, target: GpuTarget, *, batch_invariant: bool =
     elif persistent:
         block_n = 64 if has_short_registers else 128 // sections
     else:
-        wanted = 2 * target.num_sms
         most = _DECODED_OUTPUTS if is_coded and block_m <= _DECODED_ROWS else 128 // sections
-        fitting = (n for n in _STREAMED_OUTPUTS if active * -(-size.outputs // n) >= wanted and n <= most)
+        fitting = (n for n in _STREAMED_OUTPUTS if active >= _filling(size, n, target) and n <= most)
         block_n = next(fitting, _STREAMED_OUTPUTS[-1])
     block_k = next((k for k in (128, 64, 32) if size.inputs % k == 0), 64)
     if persistent or (is_coded and block_m > _DECODED_ROWS):
@@ -105,6 +106,25 @@ def pick_config(size: ProductSize, target: GpuTarget, *, batch_invariant: bool =
         num_warps=8 if persistent else 4,
         num_stages=_stages(size, target, (block_m, block_n * sections, block_k), persistent=persistent),
     )
+
+
+def every_size(size: ProductSize, target: GpuTarget) -> Iterator[ProductSize]:
+    """Yield sizes for which `pick_config` makes every choice that it makes for any rows and up to `size.slots` slots.
+
+    What counts is how many rows a slot has, in powers of two, and whether slots with a row fill the GPU.
+
+    Example:
+        128 slots of 1,536 outputs on 132 multiprocessors: 1, 6, 11 and 22 slots, with 1, 17, 33 and 65 rows each.
+    """
+    filling = (_filling(size, outputs, target) for outputs in _STREAMED_OUTPUTS)
+    for slots in sorted({1, *(number for number in filling if number <= size.slots)}):
+        for rows_a_slot in ROWS_A_SLOT:
+            yield replace(size, rows=rows_a_slot * slots, slots=slots)
+
+
+def _filling(size: ProductSize, block_n: int, target: GpuTarget) -> int:
+    """Return how many slots must have rows so that tiles of `block_n` outputs occupy all multiprocessors."""
+    return -(-_PROGRAMS_A_SM * target.num_sms // -(-size.outputs // block_n))
 
 
 def most_tiles(num_rows: int, num_slots: int, block_m: int) -> int:

@@ -88,9 +88,7 @@ def ffn_launches(
     cut: RowTiles | None = None,
 ) -> tuple[list[Launch], torch.Tensor]:
     """Return the launches behind `triton_ffn`, in order, and where its result will stand."""
-    w13 = kernel_weights(weights.w13, target, gated=True)
-    w2 = kernel_weights(weights.w2, target, gated=False)
-    assert w13 is not None and w2 is not None, "no kernel reads experts of this format; ask can_multiply"
+    w13, w2 = _parts(weights, target)
     num_slots, width, ffn_width = weights.w2.shape
     assert weights.w13.shape == (num_slots, 2 * ffn_width, width) and x.shape[1] == width, (x.shape, weights.w13.shape)
     assert tokens_per_slot.shape == (num_slots,) and x.stride(1) == 1, (tokens_per_slot.shape, x.stride())
@@ -115,6 +113,13 @@ def ffn_launches(
         _product_launch(rows, w13, weights.b13, hidden, first, target, activation),
         _product_launch(again, w2, weights.b2, out, second, target, None),
     ], out
+
+
+def ffn_products(weights: ExpertWeights, target: GpuTarget) -> tuple[ProductSize, ProductSize]:
+    """Return both products of `weights`, of no rows yet."""
+    w13, w2 = _parts(weights, target)
+    slots, width, ffn_width = weights.w2.shape
+    return _size(w13, 0, (slots, ffn_width, width), gated=True), _size(w2, 0, (slots, width, ffn_width), gated=False)
 
 
 def product_launches(
@@ -145,16 +150,27 @@ def product_launches(
     return [launch, _product_launch(rows, weights, bias, out, config, kernels.target, None)], out
 
 
+def _parts(weights: ExpertWeights, target: GpuTarget) -> tuple[Weights, Weights]:
+    w13 = kernel_weights(weights.w13, target, gated=True)
+    w2 = kernel_weights(weights.w2, target, gated=False)
+    assert w13 is not None and w2 is not None, "no kernel reads experts of this format; ask can_multiply"
+    return w13, w2
+
+
 def _config(
     part: Weights, num_rows: int, shape: tuple[int, int, int], kernels: GpuKernels, *, gated: bool
 ) -> ProductConfig:
     """Return the tiles of a product with matrices [S, N, K]; with `gated` N counts gates alone."""
+    size = _size(part, num_rows, shape, gated=gated)
+    return pick_config(size, kernels.target, batch_invariant=kernels.batch_invariant)
+
+
+def _size(part: Weights, num_rows: int, shape: tuple[int, int, int], *, gated: bool) -> ProductSize:
     slots, outputs, inputs = shape
-    size = ProductSize(
+    return ProductSize(
         rows=num_rows, slots=slots, outputs=outputs, inputs=inputs, gated=gated, bits=part.bits,
         scale_columns=part.scale_columns if part.scales_sums else 0,
     )  # fmt: skip
-    return pick_config(size, kernels.target, batch_invariant=kernels.batch_invariant)
 
 
 def _product_launch(

@@ -91,15 +91,23 @@ def expert_tile(
                     up_total += product(u_tile, x_tile, tl.zeros([BLOCK_N, BLOCK_M], tl.float32)) * factor[:, None]
                 else:
                     up_total = product(u_tile, x_tile, up_total)
+    # What outputs and rows need from here on is found anew: as blocks of 64 bits it would wait in registers meanwhile.
+    first_output = block_n * BLOCK_N
+    own_output, own_row = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    is_output = own_output < outputs - first_output
     if SUM_SCALED and SCALE_COLUMNS == 0:
-        total = total * tl.load(scale_rows_here)[:, None]
+        own_scales = scales + slot * scale_rows * scale_columns
+        scale_row = (first_output + own_output) // SCALE_ROWS
+        total = total * tl.load(own_scales + scale_row * scale_columns, mask=is_output, other=0.0)[:, None]
         if GATED:
-            up_total = up_total * tl.load(up_scale_rows)[:, None]
+            scale_row += up_scales
+            up_total = up_total * tl.load(own_scales + scale_row * scale_columns, mask=is_output, other=0.0)[:, None]
     if bias is not None:
-        bias_rows = bias + slot * SECTIONS * outputs + output
-        total += tl.load(bias_rows).to(tl.float32)[:, None]
+        own_bias = bias + slot * SECTIONS * outputs + first_output
+        total += tl.load(own_bias + own_output, mask=is_output, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            up_total += tl.load(bias_rows + outputs).to(tl.float32)[:, None]
+            up_bias = tl.load(own_bias + outputs + own_output, mask=is_output, other=0.0)
+            up_total += up_bias.to(tl.float32)[:, None]
     if GATED:
         if CLAMPED:
             total = tl.where(total > limit, limit, total)  # keeps NaN, as tl.minimum need not
@@ -108,8 +116,9 @@ def expert_tile(
             total = total * tl.sigmoid(alpha * total) * (up_total + 1.0)
         else:
             total = total * tl.sigmoid(total) * up_total
-    stored = present[None, :] & (n < outputs)[:, None]
-    tl.store(out + row[None, :] * outputs + n[:, None], rounded(total, kind), mask=stored)
+    places = out + first.to(tl.int64) * outputs + first_output
+    stored = (own_row < end - first)[None, :] & is_output[:, None]
+    tl.store(places + own_row[None, :] * outputs + own_output[:, None], rounded(total, kind), mask=stored)
 
 
 @triton.jit

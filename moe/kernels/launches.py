@@ -6,7 +6,7 @@ Letters: T tokens, D width, F expert width, E experts, K top-k.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,15 +17,17 @@ from ..activation import SILU, Activation
 from ..gated import ExpertWeights
 from ..routing import RoutingConfig
 from .combine import ExpertRows, combine_launch
-from .experts import ffn_launches
+from .expert_tiles import every_size
+from .experts import ffn_launches, ffn_products
 from .permute import permute_launches
 from .route import route_launch
 from .route_permute import fits_one_program, route_permute_launch
-from .router import MOST_ROWS, router_launch
+from .router import router_launch
 from .row_tiles import empty_tiles
 
 _ALL = 1 << 30  # rows or columns of a block that is the whole matrix
 PLAIN = "bf16"
+MANY_TOKENS = 8192  # so many that they are sorted in two launches
 # Formats of experts by name: the scheme, and whether codes have zero points.
 FORMATS: dict[str, tuple[QuantScheme, bool]] = {
     "fp8 tensor": (QuantScheme(kind=FP8_BLOCK, block=(_ALL, _ALL)), False),
@@ -45,7 +47,7 @@ class MoEShapes:
     Attributes:
         width: D.
         ffn_width: F.
-        routing: E and K among it; a rank may hold fewer experts than E, which changes no kernel.
+        routing: E and K among it; a rank may hold fewer experts than E.
         has_selection_bias: of the router.
         activation: of experts.
         has_biases: of experts.
@@ -66,19 +68,25 @@ class MoEShapes:
         """Return [number, D] activations."""
         return torch.empty(number, self.width, dtype=self.dtype, device="meta")
 
-    def experts(self, format_name: str) -> ExpertWeights:
-        """Return all experts in a format."""
-        size, width, ffn_width = self.routing.num_experts, self.width, self.ffn_width
-        biases = [torch.empty(size, n, dtype=self.dtype, device="meta") for n in (2 * ffn_width, width)]
+    def experts(self, format_name: str, num_slots: int = 0) -> ExpertWeights:
+        """Return so many experts in a format; 0: all of them."""
+        num_slots, width, ffn_width = num_slots or self.routing.num_experts, self.width, self.ffn_width
+        biases = [torch.empty(num_slots, n, dtype=self.dtype, device="meta") for n in (2 * ffn_width, width)]
         return ExpertWeights(
-            w13=_matrix(format_name, (size, 2 * ffn_width, width), (ffn_width, ffn_width), self.dtype),
-            w2=_matrix(format_name, (size, width, ffn_width), (width,), self.dtype),
+            w13=stacked_matrices(format_name, (num_slots, 2 * ffn_width, width), (ffn_width, ffn_width), self.dtype),
+            w2=stacked_matrices(format_name, (num_slots, width, ffn_width), (width,), self.dtype),
             b13=biases[0] if self.has_biases else None,
             b2=biases[1] if self.has_biases else None,
         )
 
 
-def _matrix(name: str, shape: tuple[int, int, int], sections: tuple[int, ...], dtype: torch.dtype) -> Matrix:
+def stacked_matrices(
+    name: str, shape: tuple[int, int, int], sections: tuple[int, ...], dtype: torch.dtype = torch.bfloat16
+) -> Matrix:
+    """Return matrices [S, N, K] without memory in a format of FORMATS, or in `dtype` where it is PLAIN.
+
+    `sections` are the outputs of parts that are quantised each by itself; they add up to N.
+    """
     if name == PLAIN:
         return torch.empty(shape, dtype=dtype, device="meta")
     scheme, has_zeros = FORMATS[name]
@@ -96,39 +104,70 @@ def _matrix(name: str, shape: tuple[int, int, int], sections: tuple[int, ...], d
     )  # fmt: skip
 
 
-def moe_launches(shapes: MoEShapes, num_tokens: int, target: GpuTarget) -> Iterator[Launch]:
-    """Yield the launches of one layer with `num_tokens` rows on one rank."""
+def moe_launches(shapes: MoEShapes, target: GpuTarget, token_counts: Iterable[int] | None = None) -> Iterator[Launch]:
+    """Yield every launch of one layer that differs in its code.
+
+    Args:
+        shapes: of the layer.
+        target: the GPU.
+        token_counts: numbers of tokens on a rank that holds all experts; None: any number of tokens, and of experts.
+    """
     routing = shapes.routing
-    logits, bias = (torch.empty(*size, routing.num_experts, device="meta") for size in ((num_tokens,), ()))
-    slot_of = torch.empty(routing.num_experts + 1, dtype=torch.int32, device="meta")
-    selection_bias = bias if shapes.has_selection_bias else None
-    num_filled = torch.empty(1, dtype=torch.int64, device="meta")
-    yield route_launch(logits, routing, selection_bias, slot_of)[0]
-    route, chosen, slot_ids = route_launch(logits, routing, selection_bias, slot_of, num_filled)
-    yield route
-    permute, permuted = permute_launches(slot_ids, routing.num_experts)
-    yield from permute
-    cut = empty_tiles(slot_ids.numel(), routing.num_experts, 16, logits.device)
-    yield from permute_launches(slot_ids, routing.num_experts, cut=cut)[0]
-    if fits_one_program(num_tokens, routing):
-        for filled in (None, num_filled):
-            yield route_permute_launch(
-                logits, routing, selection_bias, slot_of, counts=permuted.tokens_per_slot, cut=cut, num_filled=filled
-            )[0]
-    if num_tokens <= MOST_ROWS:
-        router = torch.empty(routing.num_experts, shapes.width, device="meta")
-        yield router_launch(shapes.rows(num_tokens), router, bias if shapes.has_biases else None)[0]
-    x, shared = shapes.rows(num_tokens), shapes.rows(num_tokens)
+    bias = torch.empty(routing.num_experts, device="meta")
+    router = torch.empty(routing.num_experts, shapes.width, device="meta")
+    yield router_launch(shapes.rows(1), router, bias if shapes.has_biases else None)[0]
+    yield from choice_launches(routing, bias if shapes.has_selection_bias else None)
     for format_name in shapes.formats:
-        experts = shapes.experts(format_name)
-        launches, rows = ffn_launches(
-            x, permuted.tokens_per_slot, experts, shapes.activation, target=target, row_tokens=permuted.row_tokens
-        )
-        yield from launches
-        if format_name == PLAIN:
+        yield from _expert_launches(shapes, format_name, target, token_counts)
+    rows, weights = shapes.rows(routing.top_k), torch.empty(1, routing.top_k, device="meta")
+    for added in (shapes.rows(1), None):
+        row_of = torch.empty(1, routing.top_k, dtype=torch.int32, device="meta")
+        yield combine_launch(ExpertRows(rows, weights, row_of, added))[0]
+
+
+def choice_launches(
+    routing: RoutingConfig, selection_bias: torch.Tensor | None, token_counts: Iterable[int] = (1, 2, MANY_TOKENS)
+) -> Iterator[Launch]:
+    """Yield the choice of experts, in one launch or in several, and sorting alone, as a rank with some of them does.
+
+    By default for numbers of tokens between which nothing but grids changes.
+    """
+    num_experts = routing.num_experts
+    slot_of = torch.empty(num_experts + 1, dtype=torch.int32, device="meta")
+    counts, num_filled = (torch.empty(size, dtype=torch.int64, device="meta") for size in (num_experts, 1))
+    for num_tokens in token_counts:
+        logits = torch.empty(num_tokens, num_experts, device="meta")
+        cut = empty_tiles(num_tokens * routing.top_k, num_experts, 16, logits.device)
+        for filled in (None, num_filled):
+            route, _, slot_ids = route_launch(logits, routing, selection_bias, slot_of, filled)
+            yield route
+            if fits_one_program(num_tokens, routing):
+                yield route_permute_launch(
+                    logits, routing, selection_bias, slot_of, counts=counts, cut=cut, num_filled=filled
+                )[0]
+        yield from permute_launches(slot_ids, num_experts, cut=cut)[0]
+        for num_slots in _slot_counts(num_experts):
+            yield from permute_launches(slot_ids, num_slots)[0]
+
+
+def _expert_launches(
+    shapes: MoEShapes, format_name: str, target: GpuTarget, token_counts: Iterable[int] | None
+) -> Iterator[Launch]:
+    if token_counts is None:
+        sizes = {(1, number) for number in _slot_counts(shapes.routing.num_experts)}
+        for product in ffn_products(shapes.experts(format_name), target):
+            sizes |= {(size.rows, size.slots) for size in every_size(product, target)}
+    else:
+        sizes = {(number * shapes.routing.top_k, shapes.routing.num_experts) for number in token_counts}
+    for fixed, chosen in ((False, sorted(sizes)), (True, [(1, 1)])):
+        for num_rows, num_slots in chosen:
+            counts = torch.empty(num_slots, dtype=torch.int64, device="meta")
             yield from ffn_launches(
-                x, permuted.tokens_per_slot, experts, shapes.activation, target=target,
-                row_tokens=permuted.row_tokens, batch_invariant=True,
+                shapes.rows(1), counts, shapes.experts(format_name, num_slots), shapes.activation, target=target,
+                row_tokens=counts.new_empty(num_rows, dtype=torch.int32), batch_invariant=fixed,
             )[0]  # fmt: skip
-    for added in (shared, None):
-        yield combine_launch(ExpertRows(rows, chosen.topk_weights, permuted.rows, added))[0]
+
+
+def _slot_counts(num_experts: int) -> list[int]:
+    """Return numbers of slots that a rank of 1, 2, 4, .. may have: all that kernels are compiled for."""
+    return [num_experts >> shift for shift in range(num_experts.bit_length())]

@@ -18,7 +18,7 @@ from ...quant.linear import linear as plain_linear
 from ...quant.linear import logits as plain_logits
 from ..activation import SILU, Activation
 from ..gated import ExpertWeights, GatedFFN
-from .experts import can_multiply, product_launches, triton_ffn
+from .experts import can_multiply, ffn_launches, product_launches
 from .weights import kernel_weights
 
 
@@ -44,13 +44,7 @@ def head_linear(
     if kernels is None or not kernels.batch_invariant or not len(x):
         return plain_head_linear(x, weight)
     assert isinstance(weight, torch.Tensor)
-    num_rows, heads, width = x.shape
-    rows = x.transpose(0, 1).reshape(heads * num_rows, width)  # by head
-    counts = torch.full((heads,), num_rows, dtype=torch.int64, device=x.device)
-    part = kernel_weights(weight.contiguous(), kernels.target, gated=False)
-    assert part is not None
-    out = _run(*product_launches(rows, counts, part, None, weight.shape[1], kernels))
-    return out.view(heads, num_rows, -1).transpose(0, 1)
+    return _run(*head_launches(x, weight, kernels))
 
 
 def logits(
@@ -73,12 +67,8 @@ def ffn(
     """Run all rows [T, D] through one gated FFN; None where torch does it, see `linear`."""
     if kernels is None or not len(x) or not (_takes(weights.w13, kernels) or _takes(weights.w2, kernels)):
         return None
-    biases = [None if bias is None else bias[None] for bias in (weights.b13, weights.b2)]
-    stacked = ExpertWeights(w13=_stacked(weights.w13), w2=_stacked(weights.w2), b13=biases[0], b2=biases[1])
-    if not can_multiply(stacked, kernels.target):
-        return None
-    counts = torch.full((1,), len(x), dtype=torch.int64, device=x.device)
-    return triton_ffn(x, counts, stacked, activation, target=kernels.target, batch_invariant=kernels.batch_invariant)
+    launches = gated_launches(x, weights, activation, kernels)
+    return None if launches is None else _run(*launches)
 
 
 def linear_launches(
@@ -90,6 +80,29 @@ def linear_launches(
         return None
     counts = torch.full((1,), len(x), dtype=torch.int64, device=x.device)
     return product_launches(x, counts, part, None if bias is None else bias[None], weight.shape[0], kernels)
+
+
+def head_launches(x: torch.Tensor, weight: torch.Tensor, kernels: GpuKernels) -> tuple[list[Launch], torch.Tensor]:
+    """Return the launches behind `head_linear` and where its result will stand."""
+    num_rows, heads, width = x.shape
+    rows = x.transpose(0, 1).reshape(heads * num_rows, width)  # by head
+    counts = torch.full((heads,), num_rows, dtype=torch.int64, device=x.device)
+    part = kernel_weights(weight.contiguous(), kernels.target, gated=False)
+    assert part is not None
+    launches, out = product_launches(rows, counts, part, None, weight.shape[1], kernels)
+    return launches, out.view(heads, num_rows, -1).transpose(0, 1)
+
+
+def gated_launches(
+    x: torch.Tensor, weights: GatedFFN, activation: Activation, kernels: GpuKernels
+) -> tuple[list[Launch], torch.Tensor] | None:
+    """Return the launches behind `ffn` and where its result will stand; None where no kernel reads the formats."""
+    biases = [None if bias is None else bias[None] for bias in (weights.b13, weights.b2)]
+    stacked = ExpertWeights(w13=_stacked(weights.w13), w2=_stacked(weights.w2), b13=biases[0], b2=biases[1])
+    if not can_multiply(stacked, kernels.target):
+        return None
+    counts = torch.full((1,), len(x), dtype=torch.int64, device=x.device)
+    return ffn_launches(x, counts, stacked, activation, target=kernels.target, batch_invariant=kernels.batch_invariant)
 
 
 def _takes(weight: Matrix, kernels: GpuKernels) -> bool:

@@ -15,6 +15,7 @@ from ...native.gpu import Launch
 from .expert_tiles import most_tiles
 
 _MOST_PROGRAMS = 16
+_FEWEST_SLOTS = 32  # that a kernel is compiled for: a warp takes as long for fewer
 
 
 class RowTiles(NamedTuple):
@@ -71,4 +72,4 @@ def tiles_launch(counts: torch.Tensor, num_rows: int, block_m: int) -> tuple[Lau
 
 def padded_slots(num_slots: int) -> int:
     """Return the power of two of slots that kernels hold."""
-    return max(2, 1 << (num_slots - 1).bit_length())
+    return max(_FEWEST_SLOTS, 1 << (num_slots - 1).bit_length())

@@ -6,13 +6,28 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import product
 
 import pytest
+import torch
 
+from moewe.models.kernels.launches import layer_launches
+from moewe.models.kernels.projections import stored_launches
+from moewe.models.published import published_config
+from moewe.moe.kernels.expert_tiles import ProductConfig, ProductSize, pick_config
+from moewe.moe.kernels.experts import ffn_products
+from moewe.moe.kernels.launches import PLAIN, choice_launches
+from moewe.moe.kernels.permute import permute_launches
+from moewe.moe.kernels.weights import Weights, kernel_weights
+from moewe.native.gpu import TARGETS, GpuKernels
 from moewe.native.gpu.compiling import source_hash
-from tests.support.compiled import RECORD, RULES, all_cases, broken_rules, read_record, stale
+from moewe.runtime.gpu_launches import EXPERTS_ALONE, MODELS, moe_shapes
+from tests.support.compiled import RECORD, RULES, Case, Entry, all_cases, broken_rules, read_record, stale
 
 ROOT = RECORD.parents[2]
+# Rows of experts, up to those of 8,192 tokens on each of 8 ranks: all small numbers, larger ones in steps of a fifth.
+ROWS = sorted({*range(1, 34), *(int(1.2**step) for step in range(20, 73))})
 
 
 def test_everything_was_compiled_since_its_source_changed() -> None:
@@ -31,9 +46,61 @@ def test_every_target_and_nothing_else_is_recorded() -> None:
     assert {entry["target"] for entry in record.values()} == {"sm_80", "sm_90", "sm_100"}
 
 
+def test_every_choice_of_tiles_for_experts_is_recorded() -> None:
+    """Of steps of any size, on ranks with any number of slots: swept, not taken from where launches.py looks."""
+    entries = [entry for entry in read_record().values() if entry["kernel"] in ("streamed_kernel", "persistent_kernel")]
+    recorded = {tiles_key(entry, entry["target"]) for entry in entries}
+    for target, name in product(TARGETS.values(), MODELS):
+        shapes = moe_shapes(published_config(name), MODELS[name])
+        for format_name in MODELS[name]:
+            experts = shapes.experts(format_name)
+            parts = [kernel_weights(w, target, gated=gated) for w, gated in ((experts.w13, True), (experts.w2, False))]
+            for size, part in zip(ffn_products(experts, target), parts):
+                for slots, fixed in product({1, 3, 7, size.slots // 8, size.slots}, (False, True)):
+                    chosen = {pick_config(replace(size, rows=rows, slots=slots), target, batch_invariant=fixed)
+                              for rows in ROWS}  # fmt: skip
+                    keys = {tiles_key(entry_like(size, part, config), target.name) for config in chosen}
+                    assert keys <= recorded, (name, format_name, slots, keys - recorded)
+
+
+def entry_like(size: ProductSize, part: Weights, config: ProductConfig) -> Entry:
+    """Return what `tiles_key` reads of an entry."""
+    constants = {
+        "GATED": size.gated, "FORMAT": part.format, "SCALE_ROWS": part.scale_rows, "SCALE_COLUMNS": part.scale_columns,
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
+    }  # fmt: skip
+    kernel = "persistent_kernel" if config.persistent else "streamed_kernel"
+    return {"kernel": kernel, "constants": constants, "warps": config.num_warps, "stages": config.num_stages}
+
+
+def tiles_key(entry: Entry, target: str) -> tuple[object, ...]:
+    names = ("GATED", "FORMAT", "SCALE_ROWS", "SCALE_COLUMNS", "BLOCK_M", "BLOCK_N", "BLOCK_K")
+    return target, entry["kernel"], entry["warps"], entry["stages"], *(entry["constants"][name] for name in names)
+
+
+def test_every_size_of_a_step_runs_what_is_recorded() -> None:
+    """All that is not experts: rows of a step, choices of experts, and products of all rows with one matrix."""
+    target, recorded = TARGETS[90], all_cases().keys()
+    for name, formats in MODELS.items():
+        config = published_config(name)
+        shapes = moe_shapes(config, formats)
+        bias = torch.empty(shapes.routing.num_experts, device="meta") if shapes.has_selection_bias else None
+        launches = [*layer_launches(config, target, 4099)]
+        launches += choice_launches(shapes.routing, bias, (3, 8, 15, 16, 17, 64, 65, 511, 4099))
+        for rows in (2, 15, 16, 17, 32, 33, 64, 65, 127, 1024, 8192):
+            for format_name in set(formats) - {PLAIN, EXPERTS_ALONE}:
+                launches += stored_launches(config, format_name, rows, GpuKernels(target=target))
+            slot_ids = torch.empty(rows, shapes.routing.top_k, dtype=torch.int32, device="meta")
+            launches += permute_launches(slot_ids, shapes.routing.num_experts // 3)[0]
+        missing = [launch for launch in launches if Case(launch=launch, target=target, models=()).key not in recorded]
+        assert not missing, (name, missing[0].name, missing[0].constants)
+
+
 def test_rules_find_what_is_wrong() -> None:
     sound = {"kernel": "combine_kernel", "target": "sm_80", "stack_bytes": 0, "shared_bytes": 0, "tensor": 0,
              "wide_loads": 9, "fused": 0}  # fmt: skip
+    for dtype, problems in (("bfloat16", 1), ("float32", 0)):
+        assert len(list(broken_rules({**sound, "kernel": "streamed_kernel", "dtype": dtype}))) == problems
     assert not list(broken_rules(sound))
     for name, value in [("stack_bytes", 8), ("shared_bytes", 1 << 20), ("wide_loads", 0), ("fused", 1)]:
         assert len(list(broken_rules({**sound, name: value}))) == 1
@@ -81,23 +148,3 @@ def test_a_sample_compiles_to_what_is_recorded() -> None:
         assert {name: entry[name] for name in ("kernel", "target", "source")} == {
             name: record[key][name] for name in ("kernel", "target", "source")
         }
-
-
-@pytest.mark.slow
-def test_products_in_fp32_spill_no_register() -> None:
-    """They are in no published model's launches; `--batch-invariant` takes them for routers."""
-    code = (
-        "import json, torch;"
-        "from moewe.moe.kernels.linear import linear_launches;"
-        "from moewe.native.gpu import TARGETS, GpuKernels;"
-        "from moewe.native.gpu.compiling import compile_launch;"
-        "x, router = (torch.empty(rows, 4096, device='meta') for rows in (16, 128));"
-        "kernels = {target: GpuKernels(target=target, batch_invariant=True) for target in TARGETS.values()};"
-        "made = {t: compile_launch(linear_launches(x, router, None, kernels[t])[0][-1], t) for t in kernels};"
-        "print(json.dumps({target.name: code.stack_bytes for target, code in made.items()}))"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, capture_output=True, text=True
-    )
-    assert json.loads(done.stdout) == {"sm_80": 0, "sm_90": 0, "sm_100": 0}

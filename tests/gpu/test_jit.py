@@ -84,7 +84,7 @@ def test_no_number_that_follows_the_rows_of_a_step_asks_for_other_machine_code()
     for num_rows in (1, 2, 15, 16, 17, 64, 1000, 4096):
         found: dict[str, set[tuple[int, ...]]] = {}
         for launch in (
-            *moe_launches(shapes, num_rows, TARGETS[90]), *layer_launches(config, num_rows, TARGETS[90])
+            *moe_launches(shapes, TARGETS[90], [num_rows]), *layer_launches(config, TARGETS[90], num_rows)
         ):  # fmt: skip
             fixed = not_specialised(launch.kernel)
             numbers = tuple(v for name, v in launch.arguments.items() if isinstance(v, int) and name not in fixed)

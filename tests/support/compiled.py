@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from moewe.native.gpu import TARGETS, GpuTarget, Launch
 from moewe.native.gpu.compiling import launch_key, source_hash
@@ -26,7 +28,7 @@ class Rule:
     """What the machine code of a kernel must be like.
 
     Attributes:
-        tensor: it multiplies with tensor cores.
+        tensor: it multiplies with tensor cores, unless it reads fp32: none of them takes all its bits.
         wide: it loads 16 bytes at once.
         fused: products and sums may be one instruction.
         stack_bytes: of a thread, at most.
@@ -51,7 +53,7 @@ RULES = {
     "route_permute_kernel": Rule(wide=False),
     "count_kernel": Rule(wide=False),
     "place_kernel": Rule(wide=False),
-    "decode_kernel": Rule(tensor=True, stack_bytes=8),  # one value of a thread, written and read by one instruction
+    "decode_kernel": Rule(tensor=True),
     "combine_splits_kernel": Rule(),
     "prefill_kernel": Rule(tensor=True),
     "scan_kernel": Rule(),
@@ -62,11 +64,11 @@ RULES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One launch for one target, with the models and steps (tokens on a rank) in which it occurs."""
+    """One launch for one target, with the models in which it occurs."""
 
     launch: Launch
     target: GpuTarget
-    uses: tuple[str, ...]
+    models: tuple[str, ...]
 
     @property
     def key(self) -> str:
@@ -78,13 +80,25 @@ class Case:
 def all_cases() -> dict[str, Case]:
     """Return every launch of the published models on every target, by key."""
     found: dict[str, Case] = {}
-    uses: dict[str, dict[str, None]] = {}
+    models: dict[str, dict[str, None]] = {}
     for target in TARGETS.values():
-        for model, num_tokens, launch in published_launches(target):
-            case = Case(launch=launch, target=target, uses=())
-            found.setdefault(case.key, case)
-            uses.setdefault(case.key, {})[f"{model} {num_tokens}"] = None
-    return {key: Case(launch=c.launch, target=c.target, uses=tuple(uses[key])) for key, c in found.items()}
+        for model, launch in published_launches(target):
+            case = Case(launch=launch, target=target, models=())
+            key = case.key
+            found.setdefault(key, case)
+            models.setdefault(key, {})[model] = None
+    return {key: replace(case, models=tuple(models[key])) for key, case in found.items()}
+
+
+def facts(case: Case) -> Entry:
+    """Return what of an entry is known before it is compiled; `dtype` is that of what a kernel reads first."""
+    launch = case.launch
+    tensors = (launch.arguments.get(name) for name in launch.kernel.arg_names)
+    dtype = next(str(tensor.dtype) for tensor in tensors if isinstance(tensor, torch.Tensor))
+    return {
+        "kernel": launch.name, "target": case.target.name, "constants": dict(launch.constants),
+        "warps": launch.num_warps, "stages": launch.num_stages, "dtype": dtype.removeprefix("torch."),
+    }  # fmt: skip
 
 
 def read_record() -> dict[str, Entry]:
@@ -109,7 +123,7 @@ def broken_rules(entry: Entry) -> Iterable[str]:
         yield f"{entry['stack_bytes']} bytes of stack (registers were spilled), {rule.stack_bytes} allowed"
     if entry["shared_bytes"] > target.shared_bytes:
         yield f"{entry['shared_bytes']} bytes of shared memory, {target.name} has {target.shared_bytes}"
-    if rule.tensor and not entry["tensor"]:
+    if rule.tensor and entry["dtype"] != "float32" and not entry["tensor"]:
         yield "no tensor-core instruction"
     if rule.wide and not entry["wide_loads"]:
         yield "no load of 16 bytes"

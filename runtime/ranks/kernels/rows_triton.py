@@ -85,14 +85,16 @@ def _least_kept(row, limit, wanted, width, largest, temperature, min_p, BLOCK: t
     """
     low = 0  # every weight with bits below it is dropped
     quarters = tl.arange(0, 4)
-    for step in tl.range(0, 15):
-        shift = 28 - 2 * step
-        bits = low + (quarters << shift)
+    counts, sums = tl.zeros([4], tl.int32), tl.zeros([4], tl.float64)
+    for step in tl.range(0, 16):
+        found = step == 15  # what is left is to count above it
+        shift = tl.maximum(28 - 2 * step, 0)
+        bits = low + (tl.where(found, 0, quarters) << shift)
         # At the last number before a quarter: what would be kept if that quarter began the kept ones.
-        counts, sums = _above(row, tl.maximum(bits - 1, 0), width, largest, temperature, min_p, BLOCK)
-        dropped = (bits > 0) & ((counts >= limit) | (sums >= wanted))
-        low += tl.sum(dropped.to(tl.int32) * (quarters > 0).to(tl.int32), axis=0) << shift
-    counts, sums = _above(row, tl.zeros([4], tl.int32) + low, width, largest, temperature, min_p, BLOCK)
+        before = tl.where(found, bits, tl.maximum(bits - 1, 0))
+        counts, sums = _above(row, before, width, largest, temperature, min_p, BLOCK)
+        dropped = (bits > low) & ((counts >= limit) | (sums >= wanted))
+        low += tl.sum(dropped.to(tl.int32), axis=0) << shift
     at_first = quarters == 0
     return low, tl.sum(tl.where(at_first, counts, 0), axis=0), tl.sum(tl.where(at_first, sums, 0.0), axis=0)
 
@@ -111,7 +113,7 @@ def draw_kernel(logits, temperatures, min_ps, top_ks, top_ps, chances, tokens, w
     number = tl.program_id(0)
     row = logits + number.to(tl.int64) * width
     temperature, min_p = tl.load(temperatures + number), tl.load(min_ps + number)
-    top_k, top_p, chance = tl.load(top_ks + number), tl.load(top_ps + number), tl.load(chances + number)
+    top_k, top_p = tl.load(top_ks + number), tl.load(top_ps + number)
     largest = float("-inf")
     for at in tl.range(0, width, BLOCK):
         columns = at + tl.arange(0, BLOCK)
@@ -138,7 +140,7 @@ def draw_kernel(logits, temperatures, min_ps, top_ks, top_ps, chances, tokens, w
     for at in tl.range(0, width, BLOCK):
         kept, tied = _kept(_weights(row, at, width, largest, temperature, min_p, BLOCK), least, room, tied)
         total += tl.sum(kept.to(tl.float64), axis=0)
-    target = chance * total
+    target = tl.load(chances + number) * total
     # The block in which the sum passes the target, or the last that holds anything.
     seen, before, tied, tied_there, there = tl.zeros([], tl.float64), tl.zeros([], tl.float64), 0, 0, 0
     for at in tl.range(0, width, BLOCK):
