@@ -13,9 +13,7 @@ import torch
 
 from benchmarks.gpu_check_inputs import Place, random_experts, shapes_of
 from benchmarks.gpu_check_values import Case, Errors, Made, near
-from moewe.moe.kernels.experts import product_launches
-from moewe.moe.kernels.linear import head_linear, linear, linear_launches, logits
-from moewe.moe.kernels.weights import kernel_weights
+from moewe.moe.kernels.linear import head_launches, head_linear, linear, linear_launches, logits
 from moewe.native.gpu import GpuKernels, GpuTarget, Launch
 from moewe.quant import Matrix, QuantTensor
 from tests.support.poisoned import poisoned_memory
@@ -97,17 +95,13 @@ def _heads(rows: int, place: Place, target: GpuTarget) -> Made:
     heads, inputs, outputs = config.num_heads, config.latent.nope_dim, config.latent.kv_rank
     weight, x = place.randn(heads, outputs, inputs, scale=inputs**-0.5), place.randn(rows, heads, inputs)
     kernels = GpuKernels(target=target, batch_invariant=True)
-    part = kernel_weights(weight, target, gated=False)
-    assert part is not None
-    counts = torch.full((heads,), rows, dtype=torch.int64, device=place.device)
-    by_head = x.transpose(0, 1).reshape(heads * rows, inputs)
 
     def compare() -> Errors:
         with poisoned_memory():
             out = head_linear(x, weight, kernels)
         return near(out, torch.einsum("tlk,lnk->tln", x.double(), weight.double()), "bfloat16")
 
-    return Made(launches=product_launches(by_head, counts, part, None, outputs, kernels)[0], compare=compare)
+    return Made(launches=head_launches(x, weight, kernels)[0], compare=compare)
 
 
 def _logits(rows: int, place: Place, target: GpuTarget) -> Made:
