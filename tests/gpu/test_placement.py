@@ -172,7 +172,9 @@ CASES: dict[str, tuple[Callable[[], Path], Setup]] = {
     ),
     "without experts": (lambda: checkpoint("T-LLA"), SETUP),
     "fp8 that no kernel reads": (lambda: fp8_checkpoint("T-DS3", (48, 40), num_hidden_layers=2)[0], SETUP),
-    "torch alone": (lambda: checkpoint("T-DS3", **SMALLER["T-DS3"]), replace(SETUP, kernels="torch")),
+    "torch alone": (
+        lambda: checkpoint("T-DS3", **SMALLER["T-DS3"]), replace(SETUP, kernels="torch", kv_cache_dtype="fp8")
+    ),
     "two ranks, padded": (lambda: checkpoint("T-MIX", **SMALLER["T-MIX"]), replace(SETUP, topology="EP2DP1")),
     "two ranks, all to all": (
         lambda: checkpoint("T-MIX", **SMALLER["T-MIX"]),

@@ -36,6 +36,9 @@ _ROOM = 1 << 40  # addresses of a tensor's memory; more than any has
 STRIDED = {("decode_kernel", "v"), ("prefill_kernel", "v"), ("heads_kernel", "qkv"), ("streamed_kernel", "x"),
            ("persistent_kernel", "x")}  # fmt: skip
 _WAITING = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")
+# What not every version of torch does with floats of eight bits on a GPU; on a CPU it may.
+_NOT_OF_EIGHT_BITS = ("index", "index_select", "index_copy_", "index_put_", "index_fill_", "gather", "scatter",
+                      "scatter_", "masked_fill", "masked_fill_", "where", "mul", "add", "roll", "flip")  # fmt: skip
 
 
 class FakeGpuError(AssertionError):
@@ -79,6 +82,8 @@ class FakeGpu(FakeTensorMode):
             return self._bring(args[1], args[0], waits=not any(args[2:]))
         if any(tensor.dim() and not isinstance(tensor, FakeTensor) for tensor in tensors):
             self._refuse_capture(f"{name} of a tensor of the host")
+        if name in _NOT_OF_EIGHT_BITS and any(t.is_floating_point() and t.itemsize == 1 for t in tensors):
+            raise FakeGpuError(f"{name} of floats of eight bits on a GPU")
         indexes = args[1] if name in ("index", "index_put_") else ()
         masks = [each for each in indexes if each is not None and each.dtype == torch.bool]
         if name in _WAITING or masks:
