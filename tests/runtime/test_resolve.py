@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import create_autospec
+
 import msgspec
 import pytest
 import torch
@@ -130,6 +132,15 @@ def gpus(monkeypatch):
         monkeypatch.setattr(resolve_module, "gpu_memory_bytes", lambda: sizes)
 
     return have
+
+
+@pytest.mark.parametrize(("build", "said"), [(None, "needs a CUDA build of torch"), ("13.0", "torch sees no GPU")])
+def test_a_machine_without_gpus_is_told_so_in_one_line(build, said, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(torch.cuda, "is_available", create_autospec(torch.cuda.is_available, return_value=False))
+    with pytest.raises(ValueError, match=f"device='cuda'.* {said}.* use --device cpu$") as raised:
+        resolve(config(parallel={"device": "cuda"}))
+    assert "\n" not in str(raised.value)
 
 
 def test_gpus_are_counted_and_weighed(host, gpus):
