@@ -25,25 +25,27 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu_check_plan import ROOT, Record, invariance_costs, table, verdicts
-from benchmarks.gpu_check_watch import LATE_S, NO_GPU, NO_TIME, WRONG, watch
+from benchmarks.gpu_check_watch import LATE_S, NO_GPU, NO_TIME, WRONG, environment, watch
 
 # The first two take under eight minutes together, and all of it under ten, with everything but printing.
 SECONDS = {"values": 160.0, "speed": 220.0, "steps": 210.0}
 
 
-def run_stage(stage: str, args: argparse.Namespace, seed: int) -> int | None:
+def run_stage(stage: str, args: argparse.Namespace, seed: int, links: Path) -> int | None:
     """Run a stage in its process; returns its exit code, None where time ended it."""
     seconds = SECONDS[stage] if args.seconds is None else args.seconds
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check_stages.py"), stage, "--out", str(args.out)]
     command += ["--seconds", str(seconds - LATE_S), "--seed", str(seed)]
     command += ["--interpret"] * args.interpret + (["--layers", str(args.layers)] if args.layers else [])
-    return watch(command, args.out / f"{stage}.json", time.monotonic() + seconds)
+    until = time.monotonic() + seconds
+    return watch(command, args.out / f"{stage}.json", until, environment(links))
 
 
 def printed(stage: str, record: Record) -> None:
@@ -72,7 +74,8 @@ def main() -> int:
     records, could_begin = [], True
     for stage in args.stage:
         if not args.show:
-            ended = run_stage(stage, args, seed)
+            with tempfile.TemporaryDirectory() as links:
+                ended = run_stage(stage, args, seed, Path(links))
             if ended == NO_GPU:
                 return NO_GPU
             could_begin &= not ended

@@ -7,17 +7,18 @@ of a machine share.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.gpu_check_plan import ENDED, Record, running_file
+from benchmarks.gpu_check_plan import ENDED, ROOT, Record, running_file
 
 NO_GPU, WRONG, NO_TIME = 2, 1, 3  # exit codes of the script
 UNSOUND = 75  # of a stage whose GPU takes no more work in its process
@@ -26,15 +27,17 @@ _POLL_S = 0.1
 _GONE_S = 10.0  # a driver takes time to stop a kernel
 _RESTART_S = 20.0  # with less time left no further process is begun
 _PR_SET_PDEATHSIG = 1
+_OTHERS = ("benchmarks", "moewe", "tests")  # folders of the repository that are no package of moewe
 
 
-def watch(command: Sequence[str], path: Path, until: float) -> int | None:
+def watch(command: Sequence[str], path: Path, until: float, env: Mapping[str, str] | None = None) -> int | None:
     """Run a stage until it is done or its time is over; what ends its process is an error of the item under way.
 
     Args:
         command: of the stage; `--until TIME` is added, and `--keep-errors` where it is begun again.
         path: of its record.
         until: when its time is over, for ending its process too, unless a driver holds that.
+        env: its environment; None: as here.
 
     Returns:
         The stage's exit code: 0 done, as far as there was time, NO_GPU; others say that it could not begin. None: time
@@ -43,7 +46,7 @@ def watch(command: Sequence[str], path: Path, until: float) -> int | None:
     again: list[str] = []
     while True:
         running_file(path).unlink(missing_ok=True)
-        child = subprocess.Popen([*command, "--until", repr(until - LATE_S), *again], start_new_session=True)
+        child = subprocess.Popen([*command, "--until", repr(until - LATE_S), *again], start_new_session=True, env=env)
         try:
             why = _wait(child, path, until)
         finally:
@@ -60,6 +63,21 @@ def watch(command: Sequence[str], path: Path, until: float) -> int | None:
             return None
         print(f"  {name}: {why or _told(ended)}; begun again behind it", file=sys.stderr, flush=True)
         again = ["--keep-errors"]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return the environment of a stage: where moewe is not installed, its packages are linked together in `folder`."""
+    paths, safe = [str(ROOT)], {}
+    if importlib.util.find_spec("moewe.native") is None:
+        own = folder.resolve() / "moewe"
+        own.mkdir()
+        packages = [path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name not in _OTHERS]
+        for path in (*packages, *(ROOT / "moewe").iterdir()):
+            (own / path.name).symlink_to(path)
+        # Without the folder of the script and the current one, in which `moewe` has no packages.
+        paths, safe = [str(folder.resolve()), str(ROOT)], {"PYTHONSAFEPATH": "1"}
+    paths += [path for path in (os.environ.get("PYTHONPATH"),) if path]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | safe
 
 
 def die_with_parent() -> None:

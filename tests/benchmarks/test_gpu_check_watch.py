@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 
 from benchmarks import gpu_check_watch
 from benchmarks.gpu_check_plan import Record
-from benchmarks.gpu_check_watch import NO_GPU, watch
+from benchmarks.gpu_check_watch import NO_GPU, environment, watch
 
 ROOT = Path(__file__).parents[2]
 STAGE = """
@@ -84,3 +86,19 @@ def test_a_stage_that_cannot_begin_is_not_begun_again(tmp_path: Path) -> None:
     for code in (NO_GPU, 1):
         command = [sys.executable, "-c", f"raise SystemExit({code})"]
         assert watch(command, tmp_path / "stage.json", time.monotonic() + 30) == code
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
+def test_moewe_need_not_be_installed(tmp_path: Path) -> None:
+    """By a Python without what this one has installed: packages of the repository are found, and nothing else is."""
+    script = "from benchmarks.gpu_check_watch import environment; import sys, pathlib, json; "
+    script += "print(json.dumps(environment(pathlib.Path(sys.argv[1]))))"
+    alone = [sys.executable, "-S"]
+    made = subprocess.run([*alone, "-c", script, tmp_path], cwd=ROOT, check=True, capture_output=True, text=True)
+    code = "import benchmarks.gpu_check_plan, moewe.native.gpu, moewe.runtime.processes; print(moewe.__file__)"
+    found = subprocess.run(
+        [*alone, "-c", code], env=json.loads(made.stdout), check=True, capture_output=True, text=True
+    )
+    assert Path(found.stdout.strip()) == tmp_path / "moewe" / "__init__.py"
+    assert environment(tmp_path)["PYTHONPATH"].split(":")[0] == str(ROOT)  # here it is installed
