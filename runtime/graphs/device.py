@@ -46,6 +46,7 @@ class CudaGraphs:
 
     Memory that is freed while a graph is captured goes back to the pool, for what comes later in it and for graphs that
     are captured later. So only one of them may run at a time, and what a replay leaves has to stand outside the pool.
+    A capture that fails spoils no other: those behind it share a pool of their own.
 
     Args:
         device: of the rank.
@@ -65,14 +66,13 @@ class CudaGraphs:
         try:
             with torch.cuda.stream(self._stream):
                 # Another thread may talk to the driver meanwhile: the one that watches NCCL's collectives does.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
+                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                     run()
+                    graph.capture_end()
                 except BaseException:
-                    with suppress(RuntimeError):  # it says only that something went wrong before
-                        graph.capture_end()
+                    self._leave(graph)
                     raise
-                graph.capture_end()
         finally:
             if collects:
                 gc.enable()
@@ -87,3 +87,18 @@ class CudaGraphs:
         """Return bytes in use; see `GraphDevice.memory_bytes`."""
         free, total = torch.cuda.mem_get_info(self._device)
         return int(total - free)
+
+    def _leave(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that failed, wherever it stands.
+
+        `capture_end` throws for a capture that the driver has given up, and leaves torch's allocator recording for the
+        pool: no other capture could begin there, and all memory would be held back as while one runs.
+        """
+        with suppress(RuntimeError):  # it says only that something went wrong before
+            graph.capture_end()
+        end, release = (getattr(torch._C, name, None) for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"))
+        if end is not None and release is not None:
+            with suppress(RuntimeError):  # `capture_end` got further: then the graph itself gives the pool back
+                end(self._device.index, self._pool)
+                release(self._device.index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()  # without these functions at least this one can be used

@@ -26,6 +26,7 @@ from moewe.moe.wide_ep.exchanges.rehearsed_link import RehearsedLink
 from moewe.runtime import counter_reports
 from moewe.runtime.config import GraphOptions
 from moewe.runtime.graphs.choosing import why_eager
+from moewe.runtime.graphs.device import CudaGraphs
 from moewe.runtime.graphs.ladder import token_classes
 from moewe.runtime.messages import PrepareMoves
 from moewe.runtime.options import layout_config
@@ -257,7 +258,7 @@ def test_what_a_gpu_would_refuse_is_refused() -> None:
             norm_launch(there, here[0], eps=0.0, added=None, multiplier=1.0, out=there * 2).run()
         with pytest.raises(RuntimeError, match="device"):
             there + here
-        gpu.begin_capture()
+        gpu.begin_capture(gpu.new_pool())
         for look in (
             lambda: there.sum().item(), lambda: there[there > 0], lambda: there.cpu(), lambda: here.to(DEVICE),
             lambda: there[torch.zeros(1, dtype=torch.int64)], lambda: torch.zeros(2, pin_memory=True),
@@ -265,6 +266,27 @@ def test_what_a_gpu_would_refuse_is_refused() -> None:
         ):  # fmt: skip
             with pytest.raises(FakeGpuError, match="while a graph is captured"):
                 look()
+
+
+@pytest.mark.parametrize("by_driver", [True, False], ids=["at its end", "within it and at its end"])
+def test_a_capture_that_is_spoilt_spoils_no_other(by_driver: bool) -> None:
+    """The driver gives the second one up, of which torch's allocator is not told."""
+
+    def fail() -> None:
+        raise RuntimeError("out of something")
+
+    with fake_gpu() as gpu:
+        graphs, gpu.spoilt = CudaGraphs(DEVICE), {1}
+        graphs.capture(lambda: None)
+        with pytest.raises(RuntimeError, match="previous error" if by_driver else "out of something"):
+            graphs.capture((lambda: None) if by_driver else fail)
+        assert not gpu.recording and gpu.released == [(0, 1)], "the allocator knows that nothing is captured"
+        for _ in range(2):
+            graphs.capture(lambda: None)
+        assert len(gpu.captured) == 3 and not gpu.recording and len(gpu.released) == 1
+        with pytest.raises(RuntimeError, match="out of something"):  # and this one torch ends by itself
+            graphs.capture(fail)
+        assert not gpu.recording and len(gpu.released) == 1
 
 
 def test_what_a_start_settles_is_what_a_rank_can_run() -> None:

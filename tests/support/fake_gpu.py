@@ -53,6 +53,9 @@ class FakeGpu(FakeTensorMode):
         captured: which of them, from one to behind another, each graph was captured from.
         waits: why the host waited for the device, in order.
         capturing: a graph is being captured.
+        spoilt: which captures, counted from 0, the driver gives up, so that their end throws.
+        recording: pools for which the allocator believes a capture to be under way.
+        released: pools that were given back without a graph, in order.
     """
 
     def __init__(self) -> None:
@@ -61,6 +64,11 @@ class FakeGpu(FakeTensorMode):
         self.captured: list[tuple[int, int]] = []
         self.waits: list[str] = []
         self.capturing, self._began = False, 0
+        self.spoilt: set[int] = set()
+        self.recording: set[tuple[int, int]] = set()
+        self.released: list[tuple[int, int]] = []
+        self._num_pools, self._num_begun = 0, 0
+        self._pool = (0, 0)
         self._addresses: dict[int, tuple[int, torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -147,14 +155,39 @@ class FakeGpu(FakeTensorMode):
         if all(launch.grid):
             self.launches.append(launch_key(launch, TARGET))
 
-    def begin_capture(self, *_: Any, **__: Any) -> None:
+    def new_pool(self) -> tuple[int, int]:
+        """Stand in for `torch.cuda.graph_pool_handle`."""
+        self._num_pools += 1
+        return 0, self._num_pools
+
+    def begin_capture(self, pool: tuple[int, int], **_: Any) -> None:
         """Stand in for `CUDAGraph.capture_begin`."""
-        self.capturing, self._began = True, len(self.launches)
+        if pool in self.recording:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        self.recording.add(pool)
+        self._num_begun += 1
+        self.capturing, self._began, self._pool = True, len(self.launches), pool
 
     def end_capture(self) -> None:
         """Stand in for `CUDAGraph.capture_end`."""
+        if not self.capturing:
+            raise RuntimeError("CUDA error: operation not permitted when stream is not capturing")
         self.capturing = False
+        if self._num_begun - 1 in self.spoilt:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        self.end_recording(DEVICE.index, self._pool)
         self.captured.append((self._began, len(self.launches)))
+
+    def end_recording(self, device: int, pool: tuple[int, int]) -> None:
+        """Stand in for `torch._C._cuda_endAllocateToPool`."""
+        if device != DEVICE.index or pool not in self.recording:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.recording.remove(pool)
+
+    def release(self, device: int, pool: tuple[int, int]) -> None:
+        """Stand in for `torch._C._cuda_releasePool`."""
+        assert device == DEVICE.index and pool not in self.recording, "a capture is under way"
+        self.released.append(pool)
 
     def _bring(self, source: torch.Tensor, place: torch.Tensor, *, waits: bool) -> torch.Tensor:
         self._refuse_capture("a copy to the host")
@@ -202,7 +235,7 @@ def fake_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[FakeGpu]:
     answers: dict[str, Any] = {
         "current_device": DEVICE.index, "device_count": 2, "set_device": None, "synchronize": None,
         "mem_get_info": (MEMORY_BYTES // 2, MEMORY_BYTES), "get_device_properties": properties,
-        "get_device_capability": capability, "graph_pool_handle": (0, 1),
+        "get_device_capability": capability,
     }  # fmt: skip
     stream = create_autospec(torch.cuda.Stream, instance=True)
     made = {name: create_autospec(getattr(torch.cuda, name), return_value=value) for name, value in answers.items()}
@@ -213,11 +246,14 @@ def fake_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[FakeGpu]:
     made |= {"Stream": create_autospec(torch.cuda.Stream, return_value=stream), "CUDAGraph": graph, "Event": event}
     made["current_stream"] = create_autospec(torch.cuda.current_stream, return_value=stream)
     made["stream"] = create_autospec(torch.cuda.stream)
+    made["graph_pool_handle"] = create_autospec(torch.cuda.graph_pool_handle, side_effect=gpu.new_pool)
     runs_kernels.cache_clear()
     with ExitStack() as stack:
         stack.callback(runs_kernels.cache_clear)
         for name, value in made.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
+        stack.enter_context(patch.object(torch._C, "_cuda_endAllocateToPool", gpu.end_recording, create=True))
+        stack.enter_context(patch.object(torch._C, "_cuda_releasePool", gpu.release, create=True))
         stack.enter_context(patch.object(own_gpu, "start_driver", create_autospec(own_gpu.start_driver)))
         stack.enter_context(patch.object(Launch, "run", lambda launch: gpu.launch(launch)))
         stack.enter_context(patch.object(FakeTensor, "data_ptr", lambda tensor: gpu.address(tensor)))
