@@ -6,22 +6,26 @@ and no request makes a kernel compile. Numbers are proven elsewhere (test_wired.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import create_autospec, patch
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from moewe.attention.tensor_parallel import HeadShare
 from moewe.models.families import load_config
 from moewe.models.kernels.norm import norm_launch
 from moewe.moe.wide_ep.exchanges import Exchange, LocalExchange, join_all_over_links
 from moewe.moe.wide_ep.exchanges.links import Pending
+from moewe.moe.wide_ep.exchanges.process_links import process_links
+from moewe.moe.wide_ep.exchanges.registered_room import RegisteringBackend
 from moewe.moe.wide_ep.exchanges.rehearsed_link import RehearsedLink
 from moewe.runtime import counter_reports
 from moewe.runtime.config import GraphOptions
@@ -330,3 +334,22 @@ def test_probes_and_moves_of_experts() -> None:
             assert report is not None and not report.error, report
             with torch.inference_mode():
                 moves.switch(1)
+
+
+def test_links_of_processes_ask_torch_for_what_it_has() -> None:
+    """NCCL's collectives, communicator and memory by their real signatures, on the rank's own GPU."""
+    backend = create_autospec(RegisteringBackend, instance=True)
+    group = create_autospec(dist.ProcessGroup, instance=True)
+    group.size.return_value, group._get_backend.return_value = 2, backend
+    asked = {name: create_autospec(getattr(dist, name)) for name in ("all_reduce", "all_gather_into_tensor")}
+    asked |= {"get_world_size": create_autospec(dist.get_world_size, return_value=2)}
+    asked |= {"get_rank": create_autospec(dist.get_rank, return_value=1)}
+    pools = {name: create_autospec(getattr(torch.cuda, name)) for name in ("MemPool", "use_mem_pool")}
+    with fake_gpu(), patch.multiple(dist, **asked), patch.multiple(torch.cuda, **pools), patch.dict(os.environ):
+        link = process_links({(0, 1): group}, ["all_to_all", "padded"], "cuda")([0, 1])
+        group._get_backend.assert_called_once_with(DEVICE)
+        asked["all_gather_into_tensor"].return_value.wait.return_value = True
+        arrived = link.gather(torch.zeros(3, 8, dtype=torch.uint8, device=DEVICE))()
+    assert arrived.shape == (6, 8) and arrived.device == DEVICE
+    assert asked["all_reduce"].call_count == 2, "a communicator is made, then ranks agree"
+    assert backend.register_mem_pool.call_count == 3, "tried once, then a buffer for each end"
