@@ -30,6 +30,8 @@ _SHORTEST_S, _MOST_REPEATS = 2e-3, 20
 _REPLAYS = 5
 _FIRST = 2  # that are not counted: one uploads the graph, and clocks rise
 
+_failed_captures: list[float] = []  # when
+
 # What a builder of launches returns: one list for every repetition, over other memory each time.
 Repetitions = Sequence[Sequence[Launch]]
 
@@ -106,6 +108,9 @@ def callable_seconds(calls: Sequence[Callable[[], object]]) -> float:
         with torch.cuda.graph(graph, stream=side):
             for call in calls:
                 call()
+    except Exception:
+        _failed_captures.append(time.monotonic())
+        raise
     finally:
         gc.enable()
     times = []
@@ -140,9 +145,14 @@ def warm(launch: Launch) -> None:
 
 
 def is_sound() -> bool:
-    """Return whether the GPU still does what this process asks: after a fault or a broken capture it may not."""
+    """Return whether this process is as before what failed.
+
+    After a fault a GPU takes nothing more of it, and a capture that broke may leave torch's allocator holding memory.
+    """
     if not torch.cuda.is_available():
         return True
+    if _failed_captures:
+        return False
     try:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -30,11 +30,10 @@ META = Place(device=torch.device("meta"))
 FORMATS = {"qwen3-30b-a3b": ("bf16", "fp8 128x128"), "deepseek-v3": (), "gpt-oss-120b": ("mxfp4",)}
 
 
-def run_of(stage: str, out: Path, seconds: float = 300.0) -> Run:
+def run_of(stage: str, out: Path, *, keep_errors: bool = False) -> Run:
+    until = time.monotonic() + 300.0
     return Run(
-        argparse.Namespace(
-            stage=stage, out=out, seconds=seconds, until=time.monotonic() + seconds, keep_errors=False, layers=None
-        )
+        argparse.Namespace(stage=stage, out=out, seconds=300.0, until=until, keep_errors=keep_errors, layers=None)
     )
 
 
@@ -69,6 +68,14 @@ def test_everything_that_is_timed_is_timed(
     assert not wrong and not record.left_out and record.finished
     with_torch = [name for name, one in record.results.items() if "torch_us" in one]
     assert any("experts" in name for name in with_torch) and any("decode" in name for name in with_torch)
+    record.results["experts bf16, broken"] = {"us": 1.0, "torch_error": "RuntimeError: no"}
+    del record.results["experts bf16, qwen3-30b-a3b, 2 tokens"]
+    record.write()
+    with fake_cuda(monkeypatch):
+        speed_stage(run_of("speed", tmp_path, keep_errors=True))
+    record = Record.read(tmp_path / "speed.json")
+    assert record is not None and "torch_us" not in record.results["experts bf16, qwen3-30b-a3b, 2 tokens"]
+    compiled.assert_called_once()  # type: ignore[attr-defined]
     gpu_check.printed("speed", record)
     printed = capsys.readouterr().out.splitlines()
     assert set(record.results) <= {line.split("  ")[0] for line in printed}
@@ -83,11 +90,15 @@ def test_what_does_not_fit_and_what_torch_cannot_do(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("needs sm_90")
 
     reached = {"copy_bytes_per_second": 1e12, "matrix_flops_per_second": 1e12}
+    monkeypatch.setattr(gpu_check_device, "_failed_captures", [])
     with fake_cuda(monkeypatch):
         with pytest.raises(LeftOut, match="inputs of 99 GB do not fit"):
             one(input_bytes=99e9).run(META, TARGETS[90], reached)
         figures = one(baseline=lambda place, number: [refuses]).run(META, TARGETS[90], reached)
         assert gpu_check_device.is_sound()
+        calls = iter([None])
+        broken = one(baseline=lambda place, number: [lambda: next(calls)]).run(META, TARGETS[90], reached)
+        assert broken["torch_error"].startswith("StopIteration") and not gpu_check_device.is_sound()  # while captured
     assert figures["torch_error"] == "RuntimeError: needs sm_90" and figures["us"] == 1000.0
 
 
