@@ -64,7 +64,7 @@ from .ranks.row_scan import StepScanner
 from .ranks.sampler import sample
 from .ranks.step_inputs import InputBuilder, StepInputs
 from .ranks.step_way import begin_step
-from .ranks.warm_up import FIRST_STEP, warm_up_plans, warm_up_sizes
+from .ranks.warm_up import FIRST_STEP, warm_up_plans, warm_up_shapes
 from .rebalancing.rank_moves import RankMoves
 
 # Sees every step: what ran, the final hidden states [T, D], and whose row each is, sequence ids [T] i64.
@@ -381,9 +381,10 @@ class Worker:
 
     def _run_made_up(self) -> None:
         size, rows = self.config.cache.block_size, self.config.schedule.max_num_batched_tokens
-        most, compiles = min(rows, self.batch.max_blocks * size - 2), self.device.type == "cuda"
-        for num_tokens in warm_up_sizes(size, most, compiles=compiles and self._kernels.rows is not None):
-            steps, used = warm_up_plans(self._exchange.name, size, self.storage.num_blocks, num_tokens)
+        most, decodes = min(rows, self.batch.max_blocks * size - 2), min(rows, self.batch.num_slots)
+        compiles = self.device.type == "cuda" and self._kernels.rows is not None
+        for name, *shape in warm_up_shapes(self._exchange, size, most, decodes, compiles=compiles):
+            steps, used = warm_up_plans(name, size, self.storage.num_blocks, *shape)
             self._next_step = FIRST_STEP
             for header, plan in steps:
                 self.run(header, plan)

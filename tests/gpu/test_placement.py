@@ -69,6 +69,9 @@ REQUESTS = [
 ]  # fmt: skip
 
 
+MANY = 80  # sequences: more than one program routes
+
+
 class Echo:
     """`Link` of two ranks that brings zeros from the other one."""
 
@@ -116,7 +119,7 @@ class Ranks:
     def __init__(self, path: Path, setup: Setup) -> None:
         config, model, rule = setup.engine_config(path), load_config(path), setup.exchange_rule()
         eager = why_eager(config, rule.grid.topology, rule.name("decode", 1)) is not None  # as starting it settles
-        config = msgspec.structs.replace(config, graphs=GraphOptions(enforce_eager=eager))
+        config = msgspec.structs.replace(config, graphs=msgspec.structs.replace(config.graphs, enforce_eager=eager))
         placement, self.atp = expert_placement(config, model), rule.grid.topology.atp
         names, shape = exchanges_to_join(rule.grid, rule.facts), group_shape(config, placement)
 
@@ -165,6 +168,9 @@ def graphs_of(ranks: Ranks) -> int:
 
 CASES: dict[str, tuple[Callable[[], Path], Setup]] = {
     "sinks and windows": (lambda: checkpoint("T-GOS", **SMALLER["T-GOS"]), SETUP),
+    "enforce-eager": (
+        lambda: checkpoint("T-GOS", **SMALLER["T-GOS"]), replace(SETUP, graphs=GraphOptions(enforce_eager=True))
+    ),
     "latents, groups and dense layers": (lambda: checkpoint("T-DS3", **SMALLER["T-DS3"]), SETUP),
     "long frequencies": (lambda: checkpoint("T-PHI", **OTHERS["T-PHI"]), SETUP),
     "mxfp4": (
@@ -181,6 +187,10 @@ CASES: dict[str, tuple[Callable[[], Path], Setup]] = {
         lambda: checkpoint("T-DS3", **SMALLER["T-DS3"]), replace(SETUP, kernels="torch", kv_cache_dtype="fp8")
     ),
     "two ranks, padded": (lambda: checkpoint("T-MIX", **SMALLER["T-MIX"]), replace(SETUP, topology="EP2DP1")),
+    "two ranks, padded, enforce-eager": (
+        lambda: checkpoint("T-MIX", **SMALLER["T-MIX"]),
+        replace(SETUP, topology="EP2DP1", exchange="padded", graphs=GraphOptions(enforce_eager=True)),
+    ),
     "two ranks, all to all": (
         lambda: checkpoint("T-MIX", **SMALLER["T-MIX"]),
         replace(SETUP, topology="EP2DP1[red=2]", exchange="all_to_all"),
@@ -190,8 +200,11 @@ CASES: dict[str, tuple[Callable[[], Path], Setup]] = {
         replace(SETUP, topology="EP2DP1[adp=1,atp=2]", exchange="all_to_all"),
     ),
 }  # fmt: skip
-# Where graphs cannot be: shapes follow from numbers that the host has to look at.
-UNCAPTURED = ("fp8 that no kernel reads", "torch alone", "two ranks, all to all", "divided heads")
+# Where no graphs are, most for shapes that follow from numbers which the host has to look at.
+UNCAPTURED = (
+    "enforce-eager", "two ranks, padded, enforce-eager", "fp8 that no kernel reads", "torch alone",
+    "two ranks, all to all", "divided heads",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -208,6 +221,22 @@ def test_every_tensor_lies_where_it_is_used(name: str) -> None:
         compiled, num_launches = set(gpu.launches), len(gpu.launches)
         assert ranks.run(REQUESTS) == 25
         assert not set(gpu.launches[num_launches:]) - compiled, "a request waits for a compiler"
+
+
+@pytest.mark.parametrize("graphs", [{"enforce_eager": True}, {"cuda_graph_max_bs": 2}], ids=["eager", "up to 2 rows"])
+def test_prompts_of_a_token_and_decodes_of_any_number_of_rows_find_their_kernels(graphs: dict[str, Any]) -> None:
+    limits = {"num_blocks": MANY, "max_num_seqs": MANY, "max_num_batched_tokens": MANY}
+    setup, short = (
+        replace(SETUP, **limits, graphs=GraphOptions(**graphs)),
+        msgspec.structs.replace(GREEDY, max_tokens=3),
+    )
+    path = checkpoint("T-GOS", **SMALLER["T-GOS"])
+    with fake_gpu() as gpu:
+        ranks = Ranks(path, setup)
+        compiled = set(gpu.launches)
+        for num_rows in (1, 2, 3, 16, 17, MANY // 2, MANY):
+            assert ranks.run([(1, short)] * num_rows) == 3 * num_rows
+            assert not set(gpu.launches) - compiled, f"{num_rows} rows wait for a compiler"
 
 
 def test_a_gpu_that_is_too_old_for_kernels_runs_none() -> None:

@@ -6,13 +6,20 @@ Units: tokens, blocks; per rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moewe.models.config import ModelConfig
 from moewe.models.footprint import kv_groups, model_footprint
 from moewe.quant import parse_format, parse_kv_format
-from moewe.runtime.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, ScheduleOptions
+from moewe.runtime.config import (
+    CacheOptions,
+    EngineConfig,
+    GraphOptions,
+    ModelOptions,
+    ParallelOptions,
+    ScheduleOptions,
+)
 from moewe.runtime.kernels import exchange_rule
 from moewe.runtime.kv_layout import kv_layout, step_limits
 from moewe.runtime.overlap import overlap_facts
@@ -35,7 +42,7 @@ class Setup:
         depth: steps in flight.
         keep_logits: record the logits of every row.
         eos_token_ids: end tokens; None takes the model's.
-        device, exchange, exchange_payload, overlap, kernels, batch_invariant: as the options.
+        device, exchange, exchange_payload, overlap, kernels, batch_invariant, graphs: as the options.
         eplb: as the option; with `auto` a `Group` can `move` experts.
         eplb_load: by which experts are placed, [MoE layers, experts] i64 as bytes; empty places them evenly.
         eplb_slots: where they stand, [MoE layers, slots] i32 as bytes, if that does not follow from the load alone.
@@ -63,6 +70,7 @@ class Setup:
     overlap: str = "auto"
     kernels: str = "auto"
     batch_invariant: bool = False
+    graphs: GraphOptions = field(default_factory=GraphOptions)
     eplb: str = "off"
     eplb_load: bytes = b""
     eplb_slots: bytes = b""
@@ -100,6 +108,7 @@ class Setup:
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 policy=self.policy,
             ),
+            graphs=self.graphs,
         )
 
     def exchange_rule(self) -> ExchangeRule:
