@@ -316,7 +316,7 @@ class Worker:
 
     def _choose(self, plan: RankPlan, inputs: StepInputs, hidden: torch.Tensor, replayed: StepTensors | None) -> Choice:
         """Judge the rows of a step by their final `hidden` [T, D] and choose the next token of those that sample."""
-        rows = inputs.rows
+        rows, send = inputs.rows, self._inputs.send
         if replayed is None:
             logits = self.decoder.step_logits(hidden if inputs.samples_all else hidden[inputs.forward.sample_rows])
             self._clock.computed()
@@ -326,7 +326,8 @@ class Worker:
             logits, tokens, judged = replayed.logits, replayed.best, [replayed.finite, replayed.well]
         if not inputs.takes_best or plan.masks:
             scores = self._scores(plan, rows, logits)
-            tokens = sample(scores, self._inputs.settings(rows), tokens.clone() if scores is logits else None)
+            best = tokens.clone() if scores is logits else None
+            tokens = sample(scores, self._inputs.settings(rows), best, send)
         chosen, finite, well = self._scan.fetch(tokens, *judged)
         if replayed is not None or self.device.type != "cpu":
             self._clock.computed()  # the device has finished
@@ -334,9 +335,9 @@ class Worker:
         logprobs: tuple[TokenLogprobs, ...] = ()
         on_prompts: tuple[PromptLogprobs, ...] = ()
         if rows.segments:
-            on_prompts = prompt_logprobs(self.batch, rows, hidden, self.decoder.logits, healthy)
+            on_prompts = prompt_logprobs(self.batch, rows, hidden, self.decoder.logits, healthy, send)
         if not inputs.takes_best:
-            logprobs = chosen_logprobs(self.batch, rows, logits, chosen, healthy)
+            logprobs = chosen_logprobs(self.batch, rows, logits, chosen, healthy, send)
         self._clock.mark(SAMPLING)
         return Choice(tokens=chosen, healthy=healthy, logprobs=logprobs, prompt_logprobs=on_prompts)
 
@@ -362,7 +363,7 @@ class Worker:
         if plan.masks:
             edits = edits or LogitEdits()
             edits.add_masks(plan.masks, rows.sample_slots, logits.shape[1])
-        return logits if edits is None else edited(logits, edits)
+        return logits if edits is None else edited(logits, edits, self._inputs.send)
 
     def _outcome(self, rows: StepRows, tokens: np.ndarray, kept: Committed, healthy: np.ndarray | None) -> Outcome:
         """Return what to report, with those that ended unhealthy before they were sampled; their KV is zeroed."""

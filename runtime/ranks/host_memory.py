@@ -13,6 +13,9 @@ import torch
 
 _ALIGNMENT = 16
 
+# Takes an array to the device of what it is used with; a `Sender` is one.
+Send = Callable[[np.ndarray], torch.Tensor]
+
 
 def pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return zeros on the host, in pages that stay where they are if `device` is a GPU."""

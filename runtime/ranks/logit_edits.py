@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..plan import TokenMask
+from .host_memory import Send, Sender
 from .masks import forbidden, masked_rows
 
 _MOST = 3e38  # edits keep logits finite
@@ -53,27 +54,33 @@ class LogitEdits:
         self.mask_rows, self.mask_words = masked_rows(masks, slots, vocab)
 
 
-def edited(logits: torch.Tensor, edits: LogitEdits) -> torch.Tensor:
-    """Return logits with `edits`; those given stay. Forbidden tokens have -inf; each row has a token left."""
-    scores = logits.clone()
-    vocab, device = logits.shape[1], logits.device
+def edited(logits: torch.Tensor, edits: LogitEdits, send: Send | None = None) -> torch.Tensor:
+    """Return logits with `edits`; those given stay. Forbidden tokens have -inf; each row has a token left.
+
+    Args:
+        logits: [N, V].
+        edits: of these rows.
+        send: takes them to where the logits are; None: through memory of its own.
+    """
+    scores, vocab = logits.clone(), logits.shape[1]
+    send = send or Sender(logits.device)
     if edits.bias[0].size:
-        at, kept = _places(edits.bias, vocab, device)
-        scores[at] = (scores[at] + _move(edits.bias_values[kept], device)).clamp_(-_MOST, _MOST)
+        at, kept = _places(edits.bias, vocab, send)
+        scores[at] = (scores[at] + send(edits.bias_values[kept])).clamp_(-_MOST, _MOST)
     if edits.seen[0].size:
-        at, kept = _places(edits.seen, vocab, device)
-        rows, times = edits.seen[0][kept], _move(edits.times[kept], device)
-        repetition, values = _move(edits.repetition[rows], device), scores[at]
+        at, kept = _places(edits.seen, vocab, send)
+        rows, times = edits.seen[0][kept], send(edits.times[kept])
+        repetition, values = send(edits.repetition[rows]), scores[at]
         values = torch.where(values > 0, values / repetition, values * repetition)
-        values -= _move(edits.frequency[rows], device) * times
-        values -= _move(edits.presence[rows], device) * (times > 0)
+        values -= send(edits.frequency[rows]) * times
+        values -= send(edits.presence[rows]) * (times > 0)
         scores[at] = values.clamp_(-_MOST, _MOST)
     if edits.mask_rows.size:
-        index = _move(edits.mask_rows, device)
-        scores[index] = scores[index].masked_fill(forbidden(edits.mask_words, vocab, device), -torch.inf)
+        index = send(edits.mask_rows)
+        scores[index] = scores[index].masked_fill(forbidden(edits.mask_words, vocab, send), -torch.inf)
     if edits.banned[0].size:
-        at, _ = _places(edits.banned, vocab, device)
-        index = _move(np.unique(edits.banned[0]), device)
+        at, _ = _places(edits.banned, vocab, send)
+        index = send(np.unique(edits.banned[0]))
         before = scores[index]
         scores[at] = -torch.inf
         left = torch.isfinite(scores[index].amax(-1))
@@ -82,11 +89,7 @@ def edited(logits: torch.Tensor, edits: LogitEdits) -> torch.Tensor:
     return scores
 
 
-def _places(entries: Entries, vocab: int, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], np.ndarray]:
+def _places(entries: Entries, vocab: int, send: Send) -> tuple[tuple[torch.Tensor, torch.Tensor], np.ndarray]:
     """Return where entries are in the logits, less those beyond the vocabulary, and which of them these are."""
     kept = np.flatnonzero(entries[1] < vocab)
-    return (_move(entries[0][kept], device), _move(entries[1][kept], device)), kept
-
-
-def _move(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)  # what is not pinned is read before this returns
+    return (send(entries[0][kept]), send(entries[1][kept])), kept

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ...native.library import load
+from .host_memory import Send, Sender
 from .row_scan import on_gpu
 
 LEAST_LOGPROB = -9999.0
@@ -49,7 +50,11 @@ class _Args(ctypes.Structure):
 
 
 def token_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, num_top: int, rows: np.ndarray | None = None
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    num_top: int,
+    rows: np.ndarray | None = None,
+    send: Send | None = None,
 ) -> RowLogprobs:
     """Return the log-probabilities of one token a row, and of the most likely ones of that row.
 
@@ -58,14 +63,16 @@ def token_logprobs(
         tokens: [N] i64.
         num_top: n, or V where that is less.
         rows: [N] i64, the row of each token; None: N = M, and token i goes with row i.
+        send: takes `rows` to where the logits are; None: through memory of its own.
     """
     num_top = min(num_top, logits.shape[1])
     if logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.is_contiguous() and load() is not None:
         return _natively(logits, tokens, num_top, np.arange(len(tokens)) if rows is None else rows)
+    row_ids = None if rows is None else (send or Sender(logits.device))(rows)
     if on_gpu(logits):
-        return _on_gpu(logits, tokens, num_top, rows)
-    if rows is not None:
-        logits = logits[torch.from_numpy(rows).to(logits.device)]
+        return _on_gpu(logits, tokens, num_top, row_ids)
+    if row_ids is not None:
+        logits = logits[row_ids]
     logits = logits.float()
     logprobs = logits.log_softmax(-1).clamp_(min=LEAST_LOGPROB)
     own = logits.gather(1, tokens[:, None])
@@ -78,11 +85,11 @@ def token_logprobs(
     )
 
 
-def _on_gpu(logits: torch.Tensor, tokens: torch.Tensor, num_top: int, rows: np.ndarray | None) -> RowLogprobs:
+def _on_gpu(logits: torch.Tensor, tokens: torch.Tensor, num_top: int, row_ids: torch.Tensor | None) -> RowLogprobs:
     from .kernels.rows import triton_logprobs
 
-    device = logits.device
-    row_ids = torch.arange(len(tokens), device=device) if rows is None else torch.from_numpy(rows).to(device)
+    if row_ids is None:
+        row_ids = torch.arange(len(tokens), device=logits.device)
     chosen, ranks = triton_logprobs(logits.contiguous(), row_ids, tokens, LEAST_LOGPROB)
     own = logits[row_ids, : logits.shape[1] if num_top else 0].float()
     ids = _most_likely(own, num_top)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ..plan import TokenMask
+from .host_memory import Send
 
 BITS = 32
 
@@ -48,8 +49,8 @@ def masked_rows(masks: Sequence[TokenMask], slots: np.ndarray, vocab: int) -> tu
     return np.array(rows, np.int64), np.array(words, np.uint32).reshape(len(rows), num_words(vocab))
 
 
-def forbidden(words: np.ndarray, vocab: int, device: torch.device) -> torch.Tensor:
-    """Return which tokens each mask forbids, [M, V] bool."""
-    packed = torch.from_numpy(words.view(np.int32)).to(device, non_blocking=True)
-    bits = (packed[:, :, None] >> torch.arange(BITS, dtype=torch.int32, device=device)) & 1
+def forbidden(words: np.ndarray, vocab: int, send: Send) -> torch.Tensor:
+    """Return which tokens each mask forbids, [M, V] bool, where `send` takes the words."""
+    packed = send(words.view(np.int32))
+    bits = (packed[:, :, None] >> torch.arange(BITS, dtype=torch.int32, device=packed.device)) & 1
     return bits.view(len(words), -1)[:, :vocab] == 0

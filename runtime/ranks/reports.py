@@ -14,6 +14,7 @@ import torch
 
 from ..plan import PromptLogprobs, TokenLogprobs, pack
 from .batch import Segment, StepRows, WorkerBatch
+from .host_memory import Send
 from .logprobs import token_logprobs
 from .row_scan import finite_rows
 
@@ -23,16 +24,18 @@ MOST_ROWS = 64
 
 
 def chosen_logprobs(
-    batch: WorkerBatch, rows: StepRows, logits: torch.Tensor, tokens: np.ndarray, healthy: np.ndarray
+    batch: WorkerBatch, rows: StepRows, logits: torch.Tensor, tokens: np.ndarray, healthy: np.ndarray, send: Send
 ) -> tuple[TokenLogprobs, ...]:
-    """Return what was asked about `tokens` [K], chosen by `logits` [K, V]; `healthy` is [S] bool by slot."""
+    """Return what was asked about `tokens` [K], chosen by `logits` [K, V]; `healthy` is [S] bool by slot.
+
+    What is asked of the logits goes to where they are by `send`.
+    """
     wanted = batch.sampling.num_logprobs[rows.sample_slots]
     generates = batch.num_tokens[rows.sample_slots] < batch.max_length[rows.sample_slots]
     at = np.flatnonzero((wanted >= 0) & healthy[rows.sample_slots] & generates)
     if not at.size:
         return ()
-    own = torch.from_numpy(tokens[at]).to(logits.device, non_blocking=True)
-    found = token_logprobs(logits, own, int(wanted[at].max()), at)
+    found = token_logprobs(logits, send(tokens[at]), int(wanted[at].max()), at, send)
     sequence_ids = batch.sequence_ids[rows.sample_slots[at]].tolist()
     chosen = tokens[at].tolist()
     return tuple(
@@ -52,6 +55,7 @@ def prompt_logprobs(
     hidden: torch.Tensor,
     logits_of: Callable[[torch.Tensor], torch.Tensor],
     healthy: np.ndarray,
+    send: Send,
 ) -> tuple[PromptLogprobs, ...]:
     """Return what was asked about the prompts of this step's chunks, and remember that it is told.
 
@@ -61,6 +65,7 @@ def prompt_logprobs(
         hidden: [T, D], final.
         logits_of: [n, D] -> [n, V] f32.
         healthy: [S] bool by slot; false is written where logits are not finite.
+        send: takes tokens to where the hidden states are.
     """
     if not batch.sampling.prompt_end.any():
         return ()
@@ -73,7 +78,7 @@ def prompt_logprobs(
             if not healthy[slot]:
                 break
             stop = min(start + MOST_ROWS, end)
-            own = _piece(batch, segment, hidden, logits_of, (start, stop))
+            own = _piece(batch, segment, hidden, logits_of, (start, stop), send)
             if own is None:
                 healthy[slot] = False
             else:
@@ -88,6 +93,7 @@ def _piece(
     hidden: torch.Tensor,
     logits_of: Callable[[torch.Tensor], torch.Tensor],
     places: tuple[int, int],
+    send: Send,
 ) -> PromptLogprobs | None:
     """Return the report of `places` (first, behind the last), None when their logits are not finite."""
     slot, (start, stop) = segment.slot, places
@@ -97,7 +103,7 @@ def _piece(
         return None
     tokens = batch.tokens[slot][start:stop].astype(np.int64)
     num_top = int(batch.sampling.num_prompt_logprobs[slot])
-    found = token_logprobs(logits, torch.from_numpy(tokens).to(logits.device), num_top)
+    found = token_logprobs(logits, send(tokens), num_top)
     return PromptLogprobs(
         slot=slot,
         sequence_id=int(batch.sequence_ids[slot]),

@@ -7,12 +7,12 @@ Shapes: N rows, V vocabulary; logits [N, V] f32; per-row settings are numpy [N].
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from .host_memory import Send, Sender
 from .native_draw import can_draw_natively, draw_natively
 from .randomness import uniform
 from .row_scan import best_tokens, on_gpu
@@ -56,45 +56,49 @@ class SamplingRows:
         )
 
 
-def sample(logits: torch.Tensor, rows: SamplingRows, best: torch.Tensor | None = None) -> torch.Tensor:
+def sample(
+    logits: torch.Tensor, rows: SamplingRows, best: torch.Tensor | None = None, send: Send | None = None
+) -> torch.Tensor:
     """Choose a token a row, [N] i64. The best of each row must be finite; tokens of -inf are never chosen.
 
     Args:
         logits: [N, V].
         rows: how each is chosen.
         best: [N] i64, `best_tokens` where somebody knows them; what is returned is written there.
+        send: takes `rows` to where the logits are; None: through memory of its own.
     """
     tokens = best_tokens(logits) if best is None else best
     chance = np.flatnonzero(~rows.greedy)
     if chance.size:
-        index = torch.from_numpy(chance).to(logits.device, non_blocking=True)
-        tokens[index] = _drawing(logits)(logits if chance.size == len(tokens) else logits[index], rows.take(chance))
+        send = send or Sender(logits.device)
+        index = send(chance)
+        tokens[index] = _drawn(logits if chance.size == len(tokens) else logits[index], rows.take(chance), send)
     return tokens
 
 
-def _drawing(logits: torch.Tensor) -> Callable[[torch.Tensor, SamplingRows], torch.Tensor]:
-    """Return what draws by chance where these logits lie."""
+def _drawn(logits: torch.Tensor, rows: SamplingRows, send: Send) -> torch.Tensor:
+    """Draw by chance where these logits lie."""
     if on_gpu(logits):
         from .kernels.rows import triton_draw
 
-        return triton_draw
-    return draw_natively if can_draw_natively(logits) else _draw
+        return triton_draw(logits, rows, send)
+    return draw_natively(logits, rows) if can_draw_natively(logits) else _draw(logits, rows, send)
 
 
-def _draw(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    device, vocab = logits.device, logits.shape[1]
-    temperature = torch.from_numpy(rows.temperature.astype(np.float32)).to(device)
+def _draw(logits: torch.Tensor, rows: SamplingRows, send: Send) -> torch.Tensor:
+    vocab = logits.shape[1]
+    temperature = send(rows.temperature.astype(np.float32))
     weights = ((logits - logits.amax(-1, keepdim=True)) / temperature[:, None]).exp()  # [N, V], 1 at the most likely
     if rows.min_p.any():
-        least = torch.from_numpy(rows.min_p.astype(np.float32)).to(device)
+        least = send(rows.min_p.astype(np.float32))
         weights.masked_fill_(weights < least[:, None], 0.0)
     limited = (rows.top_k > 0) & (rows.top_k < vocab)
     filtered = np.flatnonzero(limited | (rows.top_p < 1))
     if filtered.size:
-        index = torch.from_numpy(filtered).to(device)
+        index = send(filtered)
         top_k = np.where(limited, rows.top_k, vocab)[filtered]
-        weights[index] = _filter(weights[index], top_k, rows.top_p[filtered])
-    return _invert(weights, torch.from_numpy(uniform(rows.seed, rows.position)).to(device))
+        weights[index] = _filter(weights[index], top_k, rows.top_p[filtered], send)
+    return _invert(weights, send(uniform(rows.seed, rows.position)))
 
 
 def _invert(weights: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
@@ -114,10 +118,10 @@ def _invert(weights: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
     return run[:, 0] * _RUN + torch.searchsorted(inner, within, right=True)[:, 0]
 
 
-def _filter(weights: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> torch.Tensor:
+def _filter(weights: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray, send: Send) -> torch.Tensor:
     vocab = weights.shape[1]
-    limit = torch.from_numpy(top_k).to(weights.device)[:, None]  # [N, 1], V where unlimited
-    share = torch.from_numpy(top_p).to(weights.device)[:, None]
+    limit = send(top_k)[:, None]  # [N, 1], V where unlimited
+    share = send(top_p)[:, None]
     widest = int(top_k[top_k < vocab].max(initial=0))
     num = widest if (top_k < vocab).all() else min(vocab, max(_NUM_CANDIDATES, widest))
     keep, enough = _count_kept(weights, limit, share, num)

@@ -57,6 +57,7 @@ class InputBuilder:
 
     Attributes:
         pad_to: how many rows a step of so many single rows has; with `gpu` alone. By default as many.
+        send: takes arrays to the device, those of inputs and whatever else the step needs there until the next one.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class InputBuilder:
         divides_heads: bool = False,
     ) -> None:
         self._batch, self._device, self._long_from = batch, device, long_from
-        self._send = Sender(device)
+        self.send = Sender(device)
         self._is_native, self._is_gpu = native, gpu
         self._fixed: DecodeRows | None = None
         self.pad_to: Callable[[int], int] = lambda num_rows: num_rows
@@ -81,7 +82,7 @@ class InputBuilder:
                 max_blocks=batch.max_blocks,
                 block_size=batch.block_size,
                 device=device,
-                copy=self._send.into,
+                copy=self.send.into,
             )
         self._last: StepInputs | None = None
         self._decodes: list[NativeDecodes] = []
@@ -95,26 +96,26 @@ class InputBuilder:
             return self._last
         fixed = None if rows.segments else self._fixed
         if fixed is not None and self._last is not None and self._last.rows is rows:
-            self._send.begin()
+            self.send.begin()
             self._last = replace(self._last, forward=self._forward_fixed(fixed, rows, self._last.forward.sample_rows))
-            self._send.end()
+            self.send.end()
             return self._last
         self._settings = None
         self._decodes = []
-        self._send.begin()
+        self.send.begin()
         if fixed is not None:
             fixed.load_tables([group.decode_tables for group in rows.groups])
         self._last = StepInputs(
             rows=rows,
             forward=self._forward(rows)
             if fixed is None
-            else self._forward_fixed(fixed, rows, self._send(rows.sample_rows)),
+            else self._forward_fixed(fixed, rows, self.send(rows.sample_rows)),
             samples_all=rows.sample_rows.size == rows.num_rows,
             takes_best=self._batch.sampling.takes_best(rows.sample_slots),
             slots=pack(rows.sample_slots),
             sequence_ids=pack(self._batch.sequence_ids[rows.sample_slots], "<i8"),
         )
-        self._send.end()
+        self.send.end()
         return self._last
 
     @property
@@ -126,9 +127,9 @@ class InputBuilder:
         """Let no row of that memory stand for anything."""
         assert self._fixed is not None
         none = np.empty(0, np.int64)
-        self._send.begin()
+        self.send.begin()
         self._fixed.fill(none, none, [none] * len(self._batch.groups), self._batch.num_slots)
-        self._send.end()
+        self.send.end()
 
     def of_shape(self, num_rows: int, longest: int) -> ForwardBatch:
         """Return the first rows of that memory, whatever stands there, for sequences of up to `longest` tokens."""
@@ -154,11 +155,11 @@ class InputBuilder:
     def _forward(self, rows: StepRows) -> ForwardBatch:
         is_long = self._is_long(rows)
         return ForwardBatch(
-            input_ids=self._send(rows.input_ids),
-            positions=self._send(rows.positions),
+            input_ids=self.send(rows.input_ids),
+            positions=self.send(rows.positions),
             attention=tuple(map(self._attention, repeat(rows), rows.groups, self._batch.groups)),
-            sample_rows=self._send(rows.sample_rows),
-            long_rows=None if is_long is None else self._send(is_long),
+            sample_rows=self.send(rows.sample_rows),
+            long_rows=None if is_long is None else self.send(is_long),
         )
 
     def _forward_fixed(self, fixed: DecodeRows, rows: StepRows, sample_rows: torch.Tensor) -> ForwardBatch:
@@ -208,7 +209,7 @@ class InputBuilder:
                 decode_lengths=rows.decode_lengths,
                 decode_tables=own.decode_tables,
                 device=self._device,
-                send=self._send,
+                send=self.send,
                 kind=kind,
                 window=window,
             )

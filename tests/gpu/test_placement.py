@@ -27,7 +27,6 @@ from moewe.moe.wide_ep.exchanges.links import Pending
 from moewe.moe.wide_ep.exchanges.process_links import process_links
 from moewe.moe.wide_ep.exchanges.registered_room import RegisteringBackend
 from moewe.moe.wide_ep.exchanges.rehearsed_link import RehearsedLink
-from moewe.runtime import counter_reports
 from moewe.runtime.config import GraphOptions
 from moewe.runtime.graphs.choosing import why_eager
 from moewe.runtime.graphs.device import CudaGraphs
@@ -43,7 +42,6 @@ from moewe.runtime.resolve import resolve
 from moewe.runtime.scheduler import Request, Scheduler
 from moewe.runtime.worker import Worker
 from moewe.telemetry import ProgressBoard
-from moewe.telemetry.progress import TICK
 from moewe.topologies.exchange_choice import exchanges_to_join
 from moewe.topologies.link_probes import ANYWHERE, LAYERS, LinkProbe
 from moewe.topologies.overlap_choice import HALVES, NOTHING, SHARED
@@ -248,39 +246,6 @@ def test_a_gpu_that_is_too_old_for_kernels_runs_none() -> None:
             "torch runs all of it: the GPU has compute capability 7.5, kernels need 8.0",
         )
         assert ranks.run(REQUESTS) == 25 and not gpu.launches
-
-
-@pytest.mark.parametrize(
-    ("asked", "num_launches"),
-    [({"temperature": 0.0}, 0), ({"top_p": 0.9, "top_k": 5}, 1), ({"top_k": 5, "logit_bias": {3: 1.0}}, 2)],
-    ids=["greedy", "chance", "chance-behind-edits"],
-)
-def test_steps_that_are_replayed_wait_once(
-    asked: dict[str, Any], num_launches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They wait for their stream behind the copies of their results, which do not wait; tokens are drawn before."""
-    monkeypatch.setattr(counter_reports, "EVERY_S", 1e9)  # counters are read with the last step alone
-    path, seen = checkpoint("T-GOS", **SMALLER["T-GOS"]), []
-    with fake_gpu() as gpu:
-        ranks = Ranks(path, SETUP)
-
-        def so_far() -> tuple[int, ...]:
-            stream: Any = torch.cuda.current_stream(DEVICE)
-            ticks = int(ranks.workers[0]._progress._row[TICK])
-            return ticks, len(gpu.launches), len(gpu.waits), stream.synchronize.call_count
-
-        before = so_far()
-
-        def on_step(kind: str) -> None:
-            nonlocal before
-            now = so_far()
-            seen.append((kind, *(new - old for new, old in zip(now, before, strict=True))))
-            before = now
-
-        ranks.run([(20, SamplingParams(max_tokens=6, ignore_eos=True, **asked))], on_step)
-    (prefill, *_), *decodes, last = seen
-    assert prefill == "prefill" and decodes == [("decode", 1, num_launches, 0, 1)] * 4
-    assert last[:3] == ("decode", 1, num_launches)  # counters go out with it
 
 
 def test_what_a_gpu_would_refuse_is_refused() -> None:

@@ -99,9 +99,9 @@ def test_inputs_of_a_step_reach_a_device_that_is_late() -> None:
     batches = [WorkerBatch(num_slots=SLOTS, max_model_len=40, block_size=BLOCK, groups=GROUPS) for _ in range(2)]
     device = LateDevice()
     late, prompt = (InputBuilder(batch, CPU, 0, gpu=True) for batch in batches)
-    late._send = device.sender()
+    late.send = device.sender()
     assert late._fixed is not None
-    late._fixed._copy = late._send.into
+    late._fixed._copy = late.send.into
     before: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
     for plan in PLANS:
         rows = [_rows(batch, plan) for batch in batches]
@@ -113,7 +113,7 @@ def test_inputs_of_a_step_reach_a_device_that_is_late() -> None:
             for own, expected in zip(*before, strict=True):
                 assert_same(own, expected)
         before = sent, [tensor.clone() for tensor in _tensors(prompt.of(rows[1]))]
-        assert late._send._read is not None and kinds == len(plan.chunks)
+        assert late.send._read is not None and kinds == len(plan.chunks)
         for batch, own in zip(batches, rows, strict=True):
             batch.commit(own, np.full(own.sample_slots.size, 7))
     assert device.num_done > 0

@@ -105,7 +105,7 @@ def test_filters_keep_exactly_the_reference_set(seed, vocab, levels, temperature
     limit = np.full(3, top_k if 0 < top_k < vocab else vocab)
     before, sampler._NUM_CANDIDATES = sampler._NUM_CANDIDATES, candidates
     try:
-        kept = sampler._filter(scaled, limit, np.full(3, top_p)) > 0
+        kept = sampler._filter(scaled, limit, np.full(3, top_p), torch.from_numpy) > 0
     finally:
         sampler._NUM_CANDIDATES = before
     for row in range(3):
@@ -161,7 +161,8 @@ def test_a_row_gets_the_same_token_in_any_batch():
 
 def test_a_nucleus_wider_than_the_candidates_is_exact():
     logits = random_logits(2, 5000, scale=0.01)
-    kept = sampler._filter(weights_of(logits), np.full(2, 5000), np.array([0.9, 0.5])).gt(0).sum(-1).tolist()
+    shares, limits = np.array([0.9, 0.5]), np.full(2, 5000)
+    kept = sampler._filter(weights_of(logits), limits, shares, torch.from_numpy).gt(0).sum(-1).tolist()
     for row, top_p in enumerate((0.9, 0.5)):
         wanted = (sampler_reference.distribution(logits[row].numpy(), 1.0, 0, top_p) > 0).sum()
         assert abs(kept[row] - wanted) <= 1

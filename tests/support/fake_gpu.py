@@ -52,6 +52,7 @@ class FakeGpu(FakeTensorMode):
         launches: the key of every launch, in order: what machine code it needs (`launch_key`).
         captured: which of them, from one to behind another, each graph was captured from.
         waits: why the host waited for the device, in order.
+        pageable: what read memory of the host that is not pinned, in order: behind all that the device was given.
         capturing: a graph is being captured.
         spoilt: which captures, counted from 0, the driver gives up, so that their end throws.
         recording: pools for which the allocator believes a capture to be under way.
@@ -69,6 +70,8 @@ class FakeGpu(FakeTensorMode):
         self.released: list[tuple[int, int]] = []
         self._num_pools, self._num_begun = 0, 0
         self._pool = (0, 0)
+        self.pageable: list[str] = []
+        self._pinned: dict[int, torch.UntypedStorage] = {}  # kept, so that no other memory gets their keys
         self._addresses: dict[int, tuple[int, torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,6 +82,9 @@ class FakeGpu(FakeTensorMode):
         if not any(map(_on_gpu, devices)) and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             if kwargs.pop("pin_memory", False):
                 self._refuse_capture("pinned memory")
+                storage = (made := func(*args, **kwargs)).untyped_storage()
+                self._pinned[storage._cdata] = storage
+                return made
             return func(*args, **kwargs)
         if moves:
             names = [argument.name for argument in func._schema.arguments]
@@ -88,8 +94,10 @@ class FakeGpu(FakeTensorMode):
             return args[0].numbers.item() if hasattr(args[0], "numbers") else args[0].dtype == torch.bool or 0
         if name == "copy_" and not isinstance(args[0], FakeTensor):
             return self._bring(args[1], args[0], waits=not any(args[2:]))
-        if any(tensor.dim() and not isinstance(tensor, FakeTensor) for tensor in tensors):
-            self._refuse_capture(f"{name} of a tensor of the host")
+        for tensor in tensors:
+            if tensor.dim() and not isinstance(tensor, FakeTensor):
+                self._refuse_capture(f"{name} of a tensor of the host")
+                self._note_pageable(tensor, name)
         if name in _NOT_OF_EIGHT_BITS and any(t.is_floating_point() and t.itemsize == 1 for t in tensors):
             raise FakeGpuError(f"{name} of floats of eight bits on a GPU")
         indexes = args[1] if name in ("index", "index_put_") else ()
@@ -122,6 +130,7 @@ class FakeGpu(FakeTensorMode):
         made = self._made(source.shape, dtype, torch.empty_like(source, device="meta").stride())
         if not isinstance(source, FakeTensor):
             self._refuse_capture("a copy from the host")
+            self._note_pageable(source, "to")
             if not non_blocking:
                 self.waits.append("copy from the host")
             made.numbers = source.to(dtype)  # type: ignore[attr-defined]
@@ -197,6 +206,10 @@ class FakeGpu(FakeTensorMode):
         if hasattr(source, "last_on_host"):
             place[..., -1] = source.last_on_host
         return place
+
+    def _note_pageable(self, source: torch.Tensor, name: str) -> None:
+        if source.untyped_storage()._cdata not in self._pinned:
+            self.pageable.append(f"{name}: {tuple(source.shape)} {source.dtype}")
 
     def _wait(self, name: str) -> None:
         self._refuse_capture(name)

@@ -6,9 +6,11 @@ Letters: N rows, V vocabulary.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from ....native.gpu import Launch
+from ..host_memory import Send, Sender
 from ..native_draw import DrawSettings
 from ..randomness import uniform
 
@@ -84,19 +86,19 @@ def logprobs_launch(
     return launch, chosen, ranks
 
 
-def triton_draw(logits: torch.Tensor, rows: DrawSettings) -> torch.Tensor:
-    """Choose a token for each row of `logits` [N, V] f32 by chance, [N] i64; the best of each row is finite."""
+def triton_draw(logits: torch.Tensor, rows: DrawSettings, send: Send | None = None) -> torch.Tensor:
+    """Choose a token for each row of `logits` [N, V] f32 by chance, [N] i64; the best of each row is finite.
 
-    def move(array: object, dtype: torch.dtype) -> torch.Tensor:
-        return torch.as_tensor(array).to(dtype).to(logits.device, non_blocking=True)
-
+    Settings go through `send`, or through memory of their own.
+    """
+    send = send or Sender(logits.device)
     launch, tokens = draw_launch(
         logits.contiguous(),
-        move(rows.temperature, torch.float32),
-        move(rows.min_p, torch.float32),
-        move(rows.top_k, torch.int64),
-        move(rows.top_p, torch.float64),
-        move(uniform(rows.seed, rows.position), torch.float64),
+        send(rows.temperature.astype(np.float32)),
+        send(rows.min_p.astype(np.float32)),
+        send(np.ascontiguousarray(rows.top_k, np.int64)),
+        send(np.ascontiguousarray(rows.top_p, np.float64)),
+        send(uniform(rows.seed, rows.position)),
     )
     launch.run()
     return tokens
