@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from ...moe.kernels.router import MOST_ROWS
@@ -86,10 +87,13 @@ def warm_up_plans(
         num_tokens: of each prompt.
         num_sequences: that decode together.
     """
-    sampling = SamplingState(temperature=1.0, top_p=0.9, top_k=0, seed=0, num_logprobs=1, eos_token_ids=())
+    told = SamplingState(temperature=1.0, top_p=0.9, top_k=0, seed=0, num_logprobs=1, eos_token_ids=())
+    plain = msgspec.structs.replace(told, num_logprobs=-1)  # the most likely tokens of all rows would take much memory
     tokens, slots = pack(np.zeros(num_tokens)), range(num_sequences)
     prompts = tuple(
-        Admission(slot=slot, sequence_id=slot, tokens=tokens, max_length=num_tokens + 2, sampling=sampling)
+        Admission(
+            slot=slot, sequence_id=slot, tokens=tokens, max_length=num_tokens + 2, sampling=plain if slot else told
+        )
         for slot in slots
     )
     chunks = tuple(Chunk(slot=slot, start=0, num_tokens=num_tokens, samples=True) for slot in slots)
