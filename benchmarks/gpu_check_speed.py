@@ -35,7 +35,7 @@ from moewe.models.published import published_config
 from moewe.moe.gated import ExpertWeights
 from moewe.moe.kernels.experts import ffn_launches
 from moewe.moe.kernels.roofline import hit_experts, layer_work
-from moewe.native.gpu import GpuTarget, Launch
+from moewe.native.gpu import GpuKernels, GpuTarget, Launch
 from moewe.runtime.gpu_launches import MODELS
 from moewe.topologies.kernel_work import Work
 from moewe.topologies.planner.hardware import load_hardware
@@ -157,7 +157,12 @@ def _expert_launches(
         x, row_tokens, counts = _rows(model, tokens, place)
         made.append(
             ffn_launches(
-                x, counts, weights, shapes.activation, target=target, row_tokens=row_tokens, batch_invariant=invariant
+                x,
+                counts,
+                weights,
+                shapes.activation,
+                kernels=GpuKernels(target=target, batch_invariant=invariant),
+                row_tokens=row_tokens,
             )[0]
         )
     return made

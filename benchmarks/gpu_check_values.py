@@ -23,7 +23,7 @@ from moewe.moe.kernels.experts import ffn_launches
 from moewe.moe.kernels.permute import permute_launches
 from moewe.moe.kernels.route import route_launch
 from moewe.moe.routing.reference import route_reference
-from moewe.native.gpu import GpuTarget, Launch
+from moewe.native.gpu import GpuKernels, GpuTarget, Launch
 from moewe.quant import Matrix, QuantTensor
 from moewe.runtime.ranks.kernels.rows import draw_launch, logprobs_launch, scan_launch
 from tests.support.numerics import LOGPROBS, PROBABILITIES, ROUTING_WEIGHTS, TOLERANCES
@@ -108,7 +108,12 @@ def _experts(model: str, format_name: str, tokens: int, invariant: bool, place: 
     ids = random_choices(tokens, shapes.routing.num_experts, shapes.routing.top_k, place)
     row_tokens, counts = sorted_by_slot(ids, shapes.routing.num_experts, place)
     launches, out = ffn_launches(
-        x, counts, weights, shapes.activation, target=target, row_tokens=row_tokens, batch_invariant=invariant
+        x,
+        counts,
+        weights,
+        shapes.activation,
+        kernels=GpuKernels(target=target, batch_invariant=invariant),
+        row_tokens=row_tokens,
     )
 
     def compare() -> Errors:
@@ -127,7 +132,12 @@ def _alone(format_name: str, model: str, place: Place, target: GpuTarget) -> Mad
     def launched(own: torch.Tensor) -> tuple[list[Launch], torch.Tensor]:
         row_tokens, counts = sorted_by_slot(own, routing.num_experts, place)
         return ffn_launches(
-            x, counts, weights, shapes.activation, target=target, row_tokens=row_tokens, batch_invariant=True
+            x,
+            counts,
+            weights,
+            shapes.activation,
+            kernels=GpuKernels(target=target, batch_invariant=True),
+            row_tokens=row_tokens,
         )
 
     (together, among), (by_themselves, alone) = launched(ids), launched(ids[:few])

@@ -80,7 +80,7 @@ def _attend(model: str, kv: str, number: int, place: Place, target: GpuTarget) -
 
 
 def _alone(model: str, kv: str, place: Place, target: GpuTarget) -> Made:
-    """Splits and tiles stand at fixed places: a sequence by itself has the bits that it has among others."""
+    """Splits and tiles stand at fixed places: a sequence has the same bits among others, by itself, and in chunks."""
     config = place.config(model)
     group = groups_of(config, kv)[0]
     runs, num_decodes = _SMALL_RUNS if place.small else ([(511, 1), (4199, 1), (1030, 70)], 2)
@@ -100,13 +100,18 @@ def _alone(model: str, kv: str, place: Place, target: GpuTarget) -> Made:
 
     launches: list[Launch] = []
     all_runs = [[first, rows, before, start] for (before, rows), first, start in zip(runs, firsts, starts)]
-    among, alone = launched(q, all_runs, tables, num_decodes), []
+    among, alone, cut = launched(q, all_runs, tables, num_decodes), [], []
     for i, (first, rows, before, start) in enumerate(all_runs):
         own = tables[start : start + counts[i]].copy()
         alone.append(launched(q[first : first + rows], [[0, rows, before, 0]], own, int(i < num_decodes)))
+        ends = [rows] if rows == 1 else [rows // 3, rows]  # not where a tile ends
+        for at, end in zip([0, *ends], ends):
+            told = [[0, end - at, before + at, 0]]
+            cut.append(launched(q[first + at : first + end], told, own, int(i < num_decodes)))
 
     def compare() -> Errors:
         same(among.view(torch.int16), torch.cat(alone).view(torch.int16), "numbers of sequences alone")
+        same(among.view(torch.int16), torch.cat(cut).view(torch.int16), "numbers of prompts in chunks")
         return {}
 
     return Made(launches=launches, compare=compare)

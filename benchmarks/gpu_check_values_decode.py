@@ -15,6 +15,7 @@ from benchmarks.gpu_check_inputs import Place, shapes_of
 from benchmarks.gpu_check_values import Case, Errors, Made, near, same
 from moewe.models.kernels.norm import norm_launch
 from moewe.moe.kernels.combine import ExpertRows
+from moewe.moe.kernels.route import route_launch
 from moewe.moe.kernels.route_permute import route_permute_launch
 from moewe.moe.kernels.router import router_launch
 from moewe.moe.kernels.row_tiles import empty_tiles
@@ -23,6 +24,7 @@ from moewe.native.gpu import GpuTarget
 from tests.support.numerics import ROUTING_WEIGHTS
 
 _BLOCK_M = 16
+_FEW = 4  # rows, of which none may choose otherwise
 _ROUTED = (
     ("qwen3-30b-a3b", (1, 16)),
     ("deepseek-v3", (1, 13)),
@@ -116,6 +118,35 @@ def _norm(model: str, tokens: int, place: Place, target: GpuTarget) -> Made:
     return Made(launches=[launch], compare=compare)
 
 
+def _near_ties(tokens: int, place: Place, target: GpuTarget) -> Made:
+    """Of routers whose rows are pairs 1e-3 apart, torch's product of many rows and the kernel's of few choose the same.
+
+    Torch must not cut fp32 to tf32, and sums of both must be good enough for 99.9 % of the tokens.
+    """
+    shapes = shapes_of(place.config("deepseek-v3"), [])
+    routing, width = shapes.routing, shapes.width
+    x = place.randn(tokens, width)
+    pairs = torch.randn(routing.num_experts // 2, width, device=place.device).repeat_interleave(2, 0)
+    weight = ((pairs + 1e-3 * torch.randn_like(pairs)) * width**-0.5).contiguous()
+    bias = torch.randn(routing.num_experts, device=place.device) * 0.1
+    product, few = router_launch(x[:_FEW], weight, None)
+    many = x.float() @ weight.T
+    routes = [route_launch(logits, routing, bias) for logits in (many, few)]
+
+    def compare() -> Errors:
+        exact = x.double().cpu() @ weight.double().cpu().T
+        want = route_reference(exact, routing, bias.cpu()).topk_ids.sort(-1).values
+        shares = []
+        for launched, wanted, allowed in ((routes[0], want, tokens // 1000), (routes[1], want[:_FEW], 0)):
+            other = (launched[1].topk_ids.cpu().sort(-1).values != wanted).any(-1)
+            if int(other.sum()) > allowed:
+                raise AssertionError(f"{int(other.sum())} of {len(wanted)} tokens chose other experts, {allowed} may")
+            shares.append(float(other.float().mean()))
+        return {"max_error": max(shares)}
+
+    return Made(launches=[product, *(route[0] for route in routes)], compare=compare)
+
+
 def decode_cases(*, small: bool) -> Iterator[Case]:
     """Yield the cases of this file."""
     for model, sizes in _ROUTED:
@@ -123,6 +154,7 @@ def decode_cases(*, small: bool) -> Iterator[Case]:
             yield Case(
                 name=f"route and permute, {model}, {tokens} tokens", rank=1, make=partial(_route_permute, model, tokens)
             )
+    yield Case(name="routers with near-ties", rank=1, make=partial(_near_ties, 24 if small else 4096))
     for model in ("qwen3-30b-a3b", "deepseek-v3"):
         tokens = 3 if small else 16
         yield Case(name=f"router, {model}", rank=1, make=partial(_router, model, tokens))

@@ -19,6 +19,7 @@ from .kernels.route import triton_route
 from .kernels.route_permute import RoutedRows, fits_one_program, route_permute_launch
 from .kernels.row_tiles import RowTiles, empty_tiles
 from .routing import RoutingConfig
+from .wide_ep.exchanges.contract import Dispatched
 
 
 class GpuExperts:
@@ -67,35 +68,26 @@ class GpuExperts:
 
     def run(self, x: torch.Tensor, permuted: Permuted, cut: RowTiles) -> torch.Tensor:
         """Run rows that stay on this rank: x [T, D] -> [M, D], unweighted."""
-        return self.multiply(x, permuted.tokens_per_slot, permuted.row_tokens, cut)
-
-    def multiply(
-        self,
-        source: torch.Tensor,
-        counts: torch.Tensor,
-        row_tokens: torch.Tensor | None,
-        cut: RowTiles | None = None,
-    ) -> torch.Tensor:
-        """Run rows sorted by slot through their experts.
-
-        Args:
-            source: [R, D] where rows lie.
-            counts: [S] i64 on their device, sums to M at most.
-            row_tokens: [M] i32, which row of `source` each sorted one is; None: `source` holds just them, in order.
-            cut: their tiles; None: they are cut here.
-
-        Returns:
-            [M, D], unweighted; what stands behind the last slot's rows means nothing.
-        """
         return triton_ffn(
-            source,
-            counts,
+            x,
+            permuted.tokens_per_slot,
             self._experts,
             self._activation,
-            target=self._kernels.target,
-            row_tokens=row_tokens,
-            batch_invariant=self._kernels.batch_invariant,
+            kernels=self._kernels,
+            row_tokens=permuted.row_tokens,
             cut=cut,
+        )
+
+    def run_arrived(self, arrived: Dispatched) -> torch.Tensor:
+        """Run rows that an exchange brought -> [M, D], unweighted; behind the last slot's rows nothing is written."""
+        return triton_ffn(
+            arrived.source,
+            arrived.tokens_per_slot.to(arrived.source.device, non_blocking=True),
+            self._experts,
+            self._activation,
+            kernels=self._kernels,
+            row_tokens=arrived.row_tokens,
+            expected_rows=arrived.expected_rows,
         )
 
 

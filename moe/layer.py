@@ -315,8 +315,7 @@ class MoELayer:
 
     def _run_experts(self, dispatched: Dispatched) -> torch.Tensor:
         if self._gpu is not None:
-            counts = dispatched.tokens_per_slot.to(dispatched.source.device, non_blocking=True)
-            return self._gpu.multiply(dispatched.source, counts, dispatched.row_tokens)
+            return self._gpu.run_arrived(dispatched)
         if dispatched.is_padded:
             return self._run_filled(dispatched)
         if not isinstance(self._experts.w13, PackedTensor):

@@ -19,9 +19,9 @@ from .ranks.kernels.launches import sampling_launches
 
 # Published models, and formats in which their experts are held: that of the checkpoint, bf16, and others that fit.
 MODELS: dict[str, tuple[str, ...]] = {
-    "mixtral-8x7b": ("bf16", "int8 channel"),
-    "qwen3-30b-a3b": ("bf16", "fp8 128x128", "int4 32"),
-    "qwen3-235b-a22b": ("bf16", "fp8 128x128"),
+    "mixtral-8x7b": ("bf16", "fp8 tensor", "int8 channel"),
+    "qwen3-30b-a3b": ("bf16", "fp8 128x128", "int4 32", "int4 128 symmetric"),
+    "qwen3-235b-a22b": ("bf16", "fp8 128x128", "int4 64"),
     "deepseek-v3": ("fp8 128x128", "int4 128"),
     "gpt-oss-120b": ("mxfp4",),
     "glm-4.5": ("bf16", "fp8 channel"),

@@ -98,6 +98,8 @@ def pick_prefill(shape: AttentionShape, target: GpuTarget) -> AttendConfig:
     block_n = 32 if narrow and shape.row_bytes > 256 else 64
     if shape.e4m3 and not target.has_fp8:  # moving bits takes registers, which larger tiles do not leave
         block_m, block_n = min(block_m, 64), 32
+    if shape.rest and target.capability < 90:  # queries of two parts stay in registers there
+        block_m = min(block_m, 64)
     heads = min(16, shape.group & -shape.group)  # the largest power of two that divides them
     stages = _stages(shape, block_m, block_n, target)
     if shape.one_byte and shape.value_block > 256:  # sums of a latent fill registers: places of a third tile do not fit
@@ -222,6 +224,9 @@ class _Call:
             constants={**self._constants(config, target), "BLOCK_M": config.block_m, "HEADS": config.heads},
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            # Keys that all rows see and keys that some do are walked by two loops, of which only one would fuse; which
+            # keys those are depends on where a prompt was cut.
+            fuses_products=False,
         )
 
     def _arguments(self) -> dict[str, object]:

@@ -67,7 +67,10 @@ def walk(
                 inside = inside & present[:, None]
             rest_codes = tl.load(k + here + rest_columns, mask=inside, other=0)
             scores = product(q_rest, tl.trans(kv_numbers(rest_codes, kind, FORMAT, FP8_BYTES)), scores)
-        scores = scores * scale
+        if cap is None:
+            scores = scores * (scale * LOG2_E)
+        else:
+            scores = scores * scale
         if FORMAT != "plain":
             if MASKED:
                 key_scales = tl.load(k_scales + slots, mask=present, other=0.0)
@@ -76,7 +79,7 @@ def walk(
             scores = scores * key_scales.to(tl.float32)[None, :]
         if cap is not None:  # cap * tanh(scores / cap)
             scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores * (2.0 * LOG2_E / cap)))
-        scores = scores * LOG2_E
+            scores = scores * LOG2_E
         if MASKED:
             visible = (keys[None, :] >= firsts[:, None]) & (keys[None, :] <= lasts[:, None]) & present[None, :]
             scores = tl.where(visible, scores, float("-inf"))

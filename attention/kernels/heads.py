@@ -107,5 +107,6 @@ def heads_launch(
             "FP8_BYTES": not target.has_fp8,
         },
         num_warps=config.num_warps,
+        fuses_products=False,  # torch rounds a product before it adds it
     )  # fmt: skip
     return launch, q

@@ -99,4 +99,5 @@ def latent_launch(
             "ROPE_BLOCK": power_of_two(steps.rope_dim), "WIDTH_BLOCK": block, "FORMAT": held.format,
             "FP8_BYTES": not target.has_fp8,
         },
+        fuses_products=False,  # torch rounds a product before it adds it
     )  # fmt: skip

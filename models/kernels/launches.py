@@ -7,6 +7,7 @@ Letters: T tokens, D width, H heads.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -44,6 +45,8 @@ def layer_launches(config: ModelConfig, target: GpuTarget, num_tokens: int = 1) 
     if config.latent is not None and config.latent.query_rank:
         x, weight = _rows(num_tokens, config.latent.query_rank), _rows(config.latent.query_rank)
         yield norm_launch(x, weight, eps=config.latent.norm_eps, added=None, multiplier=1.0, out=x)
+    if config.latent is not None:
+        yield from _expanded_launches(config, target, num_tokens)
     for held in _KV_FORMATS:
         for part in head_parts(config):
             groups = cache_groups(part, dtype=held)
@@ -94,6 +97,22 @@ def _attention_launches(
     options = AttentionOptions(config.attention_scale, config.score_cap, sinks)
     q, out = (_rows(num_tokens + 2, config.num_heads, width) for width in (group.head_dim, group.value_dim))
     yield from attention_launches(q, out, storage, layer, step, options, target)
+
+
+def _expanded_launches(config: ModelConfig, target: GpuTarget, num_tokens: int) -> Iterator[Launch]:
+    """Of latent attention over heads of K and V, whose widths differ: what kernels can, and no model here asks for."""
+    latent = config.latent
+    assert latent is not None
+    for held in _KV_FORMATS:
+        group = replace(
+            cache_groups(config, dtype=held)[0],
+            kind="full",
+            num_kv_heads=config.num_heads,
+            head_dim=latent.nope_dim + latent.rope_dim,
+            value_dim=latent.value_dim,
+        )
+        storage = KVStorage([group], num_blocks=1, block_size=_BLOCK_SIZE, device="meta")
+        yield from _attention_launches(config, storage, group.layers[0], target, num_tokens)
 
 
 def head_steps(config: ModelConfig, layer: int) -> HeadSteps:

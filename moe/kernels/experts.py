@@ -14,7 +14,7 @@ from ...native.gpu import GpuKernels, GpuTarget, Launch
 from ..activation import SILU, Activation
 from ..gated import ExpertWeights
 from .expert_tiles import ProductConfig, ProductSize, pick_config
-from .row_tiles import RowTiles, tiles_launch
+from .row_tiles import RowTiles, even_tiles, tiles_launch
 from .weights import Weights, kernel_weights
 
 
@@ -33,10 +33,10 @@ def triton_ffn(
     weights: ExpertWeights,
     activation: Activation = SILU,
     *,
-    target: GpuTarget,
+    kernels: GpuKernels,
     row_tokens: torch.Tensor | None = None,
-    batch_invariant: bool = False,
     cut: RowTiles | None = None,
+    expected_rows: int | None = None,
 ) -> torch.Tensor:
     """Run each row through the expert of its slot.
 
@@ -45,17 +45,17 @@ def triton_ffn(
         tokens_per_slot: [S] i64 on the device of `x`; sums to M at most: rows behind the last slot's stand for nothing.
         weights: the experts of the S slots, in a format that `can_multiply` knows.
         activation: between the two products.
-        target: the GPU.
+        kernels: how they are launched; batch-invariant: with the same tiles for every number of rows.
         row_tokens: [M] i32, which row of `x` each sorted one is; None: `x` holds just them, in order.
-        batch_invariant: the same tiles for every number of rows, so that a row's bits depend on that row alone.
         cut: the rows in tiles of `rows_of_tile`; None: they are cut here.
+        expected_rows: how many rows stand for something, more or less, for which tiles are chosen; None: all.
 
     Returns:
         [M, D] in the dtype of `x`; what stands behind the last slot's rows is not written.
     """
     launches, out = ffn_launches(
-        x, tokens_per_slot, weights, activation, target=target, row_tokens=row_tokens, batch_invariant=batch_invariant,
-        cut=cut,
+        x, tokens_per_slot, weights, activation, kernels=kernels, row_tokens=row_tokens, cut=cut,
+        expected_rows=expected_rows,
     )  # fmt: skip
     for launch in launches:
         launch.run()
@@ -78,31 +78,37 @@ def rows_of_tile(weights: ExpertWeights, num_rows: int, kernels: GpuKernels) -> 
 
 def ffn_launches(
     x: torch.Tensor,
-    tokens_per_slot: torch.Tensor,
+    tokens_per_slot: torch.Tensor | None,
     weights: ExpertWeights,
     activation: Activation = SILU,
     *,
-    target: GpuTarget,
+    kernels: GpuKernels,
     row_tokens: torch.Tensor | None = None,
-    batch_invariant: bool = False,
     cut: RowTiles | None = None,
+    expected_rows: int | None = None,
 ) -> tuple[list[Launch], torch.Tensor]:
-    """Return the launches behind `triton_ffn`, in order, and where its result will stand."""
-    w13, w2 = _parts(weights, target)
+    """Return the launches behind `triton_ffn`, in order, and where its result will stand.
+
+    Without `tokens_per_slot` every slot has as many rows, which nobody has to count.
+    """
+    w13, w2 = _parts(weights, kernels.target)
     num_slots, width, ffn_width = weights.w2.shape
     assert weights.w13.shape == (num_slots, 2 * ffn_width, width) and x.shape[1] == width, (x.shape, weights.w13.shape)
-    assert tokens_per_slot.shape == (num_slots,) and x.stride(1) == 1, (tokens_per_slot.shape, x.stride())
+    assert tokens_per_slot is None or tokens_per_slot.shape == (num_slots,), tokens_per_slot.shape
+    assert x.stride(1) == 1, x.stride()
     num_rows = len(x if row_tokens is None else row_tokens)
     hidden, out = x.new_empty(num_rows, ffn_width), x.new_empty(num_rows, width)
     if not num_rows or not num_slots:
         return [], out
 
-    kernels = GpuKernels(target=target, batch_invariant=batch_invariant)
-    first = _config(w13, num_rows, (num_slots, ffn_width, width), kernels, gated=True)
-    second = _config(w2, num_rows, (num_slots, width, ffn_width), kernels, gated=False)
+    chosen_for = num_rows if expected_rows is None else expected_rows
+    first = _config(w13, chosen_for, (num_slots, ffn_width, width), kernels, gated=True)
+    second = _config(w2, chosen_for, (num_slots, width, ffn_width), kernels, gated=False)
     assert first.block_m == second.block_m, "both products walk over the same tiles of rows"
     launches = []
-    if cut is None:
+    if tokens_per_slot is None:
+        cut = even_tiles(num_rows, num_slots, first.block_m)
+    elif cut is None:
         launch, cut = tiles_launch(tokens_per_slot, num_rows, first.block_m)
         launches.append(launch)
     assert cut.block_m == first.block_m, (cut.block_m, first.block_m)
@@ -110,8 +116,8 @@ def ffn_launches(
     again = _Rows(source=hidden, row_tokens=None, cut=cut)
     return [
         *launches,
-        _product_launch(rows, w13, weights.b13, hidden, first, target, activation),
-        _product_launch(again, w2, weights.b2, out, second, target, None),
+        _product_launch(rows, w13, weights.b13, hidden, first, kernels.target, activation),
+        _product_launch(again, w2, weights.b2, out, second, kernels.target, None),
     ], out
 
 
@@ -123,31 +129,24 @@ def ffn_products(weights: ExpertWeights, target: GpuTarget) -> tuple[ProductSize
 
 
 def product_launches(
-    x: torch.Tensor,
-    counts: torch.Tensor,
-    weights: Weights,
-    bias: torch.Tensor | None,
-    outputs: int,
-    kernels: GpuKernels,
+    x: torch.Tensor, weights: Weights, shape: tuple[int, int], bias: torch.Tensor | None, kernels: GpuKernels
 ) -> tuple[list[Launch], torch.Tensor]:
-    """Return the launches of one product of sorted rows with the matrices of their slots, and where it will stand.
+    """Return the launches of a product of rows with matrices, as many rows with each, and where it will stand.
 
     Args:
-        x: [M, K].
-        counts: [S] i64, rows of each slot.
+        x: [M, K], M / S rows of each slot after the other.
         weights: [S, N, K].
+        shape: S, N.
         bias: [S, N].
-        outputs: N.
         kernels: how they are launched.
     """
-    num_rows, inputs = x.shape
+    (num_rows, inputs), (num_slots, outputs) = x.shape, shape
     out = x.new_empty(num_rows, outputs)
     if not num_rows:
         return [], out
-    config = _config(weights, num_rows, (len(counts), outputs, inputs), kernels, gated=False)
-    launch, cut = tiles_launch(counts, num_rows, config.block_m)
-    rows = _Rows(source=x, row_tokens=None, cut=cut)
-    return [launch, _product_launch(rows, weights, bias, out, config, kernels.target, None)], out
+    config = _config(weights, num_rows, (num_slots, outputs, inputs), kernels, gated=False)
+    rows = _Rows(source=x, row_tokens=None, cut=even_tiles(num_rows, num_slots, config.block_m))
+    return [_product_launch(rows, weights, bias, out, config, kernels.target, None)], out
 
 
 def _parts(weights: ExpertWeights, target: GpuTarget) -> tuple[Weights, Weights]:
@@ -188,7 +187,7 @@ def _product_launch(
     inputs, outputs = rows.source.shape[1], out.shape[1]
     assert bias is None or bias.is_contiguous()
     scales_shape = (1, 1) if weights.scales is None else weights.scales.shape[1:]
-    max_tiles, blocks = len(rows.cut.tiles), -(-outputs // config.block_n)
+    cut, blocks = rows.cut, -(-outputs // config.block_n)
     constants: dict[str, int | bool | str] = {
         "GATED": activation is not None,
         "CLAMPED": activation is not None and activation.kind == "clamped",
@@ -205,10 +204,11 @@ def _product_launch(
         constants["GROUP_M"] = config.group_m
     return Launch(
         kernel=persistent_kernel if config.persistent else streamed_kernel,
-        grid=(min(target.num_sms, max_tiles * blocks),) if config.persistent else (max_tiles, blocks),
+        grid=(min(target.num_sms, cut.max_tiles * blocks),) if config.persistent else (cut.max_tiles, blocks),
         arguments={
             "x": rows.source, "row_tokens": rows.row_tokens, "data": weights.data, "scales": weights.scales,
-            "zeros": weights.zeros, "bias": bias, "out": out, "tiles": rows.cut.tiles, "num_tiles": rows.cut.num_tiles,
+            "zeros": weights.zeros, "bias": bias, "out": out, "tiles": cut.tiles, "num_tiles": cut.num_tiles,
+            "max_tiles": cut.max_tiles, "slot_rows": cut.slot_rows,
             "inputs": inputs, "outputs": outputs, "x_stride": rows.source.stride(0),
             "scale_rows": scales_shape[0], "scale_columns": scales_shape[1], "up_scales": weights.up_scales,
             "alpha": SILU.alpha if activation is None else activation.alpha,

@@ -122,8 +122,23 @@ def expert_tile(
 
 
 @triton.jit
+def tile_of(tiles, number, slot_rows, BLOCK_M: tl.constexpr):
+    """Return slot, first row and end of the slot's rows of a tile; without `tiles` every slot has `slot_rows` rows."""
+    if tiles is None:
+        tiles_of_slot = tl.cdiv(slot_rows, BLOCK_M)
+        slot = number // tiles_of_slot
+        first = slot * slot_rows + number % tiles_of_slot * BLOCK_M
+        end = (slot + 1) * slot_rows
+    else:
+        slot = tl.load(tiles + number * 3)
+        first = tl.load(tiles + number * 3 + 1)
+        end = tl.load(tiles + number * 3 + 2)
+    return slot, first, end
+
+
+@triton.jit(do_not_specialize=["max_tiles", "slot_rows"])
 def streamed_kernel(
-    x, row_tokens, data, scales, zeros, bias, out, tiles, num_tiles, inputs, outputs, x_stride,
+    x, row_tokens, data, scales, zeros, bias, out, tiles, num_tiles, max_tiles, slot_rows, inputs, outputs, x_stride,
     scale_rows, scale_columns, up_scales, alpha, limit,
     GATED: tl.constexpr, CLAMPED: tl.constexpr, FORMAT: tl.constexpr, FP8_BYTES: tl.constexpr,
     SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -133,19 +148,16 @@ def streamed_kernel(
 
     Tiles of one slot follow each other along the first axis of the grid, so that they find its weights in cache.
     """
-    tile = tl.program_id(0)
-    slot = tl.load(tiles + tile * 3)
+    slot, first, end = tile_of(tiles, tl.program_id(0), slot_rows, BLOCK_M)
     if slot >= 0:
-        first = tl.load(tiles + tile * 3 + 1)
-        end = tl.load(tiles + tile * 3 + 2)
         expert_tile(x, row_tokens, data, scales, zeros, bias, out, slot, first, end, tl.program_id(1), inputs, outputs,
                     x_stride, scale_rows, scale_columns, up_scales, alpha, limit, GATED, CLAMPED, FORMAT, FP8_BYTES,
                     SCALE_ROWS, SCALE_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_tiles", "slot_rows"])
 def persistent_kernel(
-    x, row_tokens, data, scales, zeros, bias, out, tiles, num_tiles, inputs, outputs, x_stride,
+    x, row_tokens, data, scales, zeros, bias, out, tiles, num_tiles, max_tiles, slot_rows, inputs, outputs, x_stride,
     scale_rows, scale_columns, up_scales, alpha, limit,
     GATED: tl.constexpr, CLAMPED: tl.constexpr, FORMAT: tl.constexpr, FP8_BYTES: tl.constexpr,
     SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -155,16 +167,15 @@ def persistent_kernel(
 
     So rows of a group and weights of a tile are met again while they are in the second-level cache.
     """
-    rows_tiles = tl.load(num_tiles)
+    rows_tiles = max_tiles
+    if num_tiles is not None:
+        rows_tiles = tl.load(num_tiles)
     columns_tiles = tl.cdiv(outputs, BLOCK_N)
     for number in range(tl.program_id(0), rows_tiles * columns_tiles, tl.num_programs(0)):
         group = number // (GROUP_M * columns_tiles)
         inside = number % (GROUP_M * columns_tiles)
         height = tl.minimum(rows_tiles - group * GROUP_M, GROUP_M)
-        tile = group * GROUP_M + inside % height
-        slot = tl.load(tiles + tile * 3)
-        first = tl.load(tiles + tile * 3 + 1)
-        end = tl.load(tiles + tile * 3 + 2)
+        slot, first, end = tile_of(tiles, group * GROUP_M + inside % height, slot_rows, BLOCK_M)
         expert_tile(x, row_tokens, data, scales, zeros, bias, out, slot, first, end, inside // height, inputs, outputs,
                     x_stride, scale_rows, scale_columns, up_scales, alpha, limit, GATED, CLAMPED, FORMAT, FP8_BYTES,
                     SCALE_ROWS, SCALE_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K)  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...native.gpu import GpuTarget, Launch
+from ...native.gpu import GpuKernels, GpuTarget, Launch
 from ...quant import FP8_BLOCK, INT4_GROUP, INT8_BLOCK, MXFP4_SCHEME, Matrix, QuantScheme, QuantTensor
 from ..activation import SILU, Activation
 from ..gated import ExpertWeights
@@ -35,7 +35,9 @@ FORMATS: dict[str, tuple[QuantScheme, bool]] = {
     "fp8 128x128": (QuantScheme(kind=FP8_BLOCK, block=(128, 128)), False),
     "int8 channel": (QuantScheme(kind=INT8_BLOCK, block=(1, _ALL)), False),
     "int4 32": (QuantScheme(kind=INT4_GROUP, block=(1, 32)), True),
+    "int4 64": (QuantScheme(kind=INT4_GROUP, block=(1, 64)), True),
     "int4 128": (QuantScheme(kind=INT4_GROUP, block=(1, 128)), True),
+    "int4 128 symmetric": (QuantScheme(kind=INT4_GROUP, block=(1, 128)), False),
     "mxfp4": (MXFP4_SCHEME, False),
 }
 
@@ -163,8 +165,9 @@ def _expert_launches(
         for num_rows, num_slots in chosen:
             counts = torch.empty(num_slots, dtype=torch.int64, device="meta")
             yield from ffn_launches(
-                shapes.rows(1), counts, shapes.experts(format_name, num_slots), shapes.activation, target=target,
-                row_tokens=counts.new_empty(num_rows, dtype=torch.int32), batch_invariant=fixed,
+                shapes.rows(1), counts, shapes.experts(format_name, num_slots), shapes.activation,
+                kernels=GpuKernels(target=target, batch_invariant=fixed),
+                row_tokens=counts.new_empty(num_rows, dtype=torch.int32),
             )[0]  # fmt: skip
 
 

@@ -78,18 +78,16 @@ def linear_launches(
     part = kernel_weights(_stacked(weight), kernels.target, gated=False)
     if part is None:
         return None
-    counts = torch.full((1,), len(x), dtype=torch.int64, device=x.device)
-    return product_launches(x, counts, part, None if bias is None else bias[None], weight.shape[0], kernels)
+    return product_launches(x, part, (1, weight.shape[0]), None if bias is None else bias[None], kernels)
 
 
 def head_launches(x: torch.Tensor, weight: torch.Tensor, kernels: GpuKernels) -> tuple[list[Launch], torch.Tensor]:
     """Return the launches behind `head_linear` and where its result will stand."""
     num_rows, heads, width = x.shape
     rows = x.transpose(0, 1).reshape(heads * num_rows, width)  # by head
-    counts = torch.full((heads,), num_rows, dtype=torch.int64, device=x.device)
     part = kernel_weights(weight.contiguous(), kernels.target, gated=False)
     assert part is not None
-    launches, out = product_launches(rows, counts, part, None, weight.shape[1], kernels)
+    launches, out = product_launches(rows, part, (heads, weight.shape[1]), None, kernels)
     return launches, out.view(heads, num_rows, -1).transpose(0, 1)
 
 
@@ -101,8 +99,7 @@ def gated_launches(
     stacked = ExpertWeights(w13=_stacked(weights.w13), w2=_stacked(weights.w2), b13=biases[0], b2=biases[1])
     if not can_multiply(stacked, kernels.target):
         return None
-    counts = torch.full((1,), len(x), dtype=torch.int64, device=x.device)
-    return ffn_launches(x, counts, stacked, activation, target=kernels.target, batch_invariant=kernels.batch_invariant)
+    return ffn_launches(x, None, stacked, activation, kernels=kernels)
 
 
 def _takes(weight: Matrix, kernels: GpuKernels) -> bool:

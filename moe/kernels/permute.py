@@ -85,7 +85,7 @@ def permute_launches(
             "slot_ids": slot_ids, "block_counts": block_counts, "row_tokens": permuted.row_tokens,
             "rows": permuted.rows, "tokens_per_slot": permuted.tokens_per_slot, "tiles": cut and cut.tiles,
             "num_tiles": cut and cut.num_tiles, "num_choices": num_choices, "num_slots": num_slots,
-            "num_blocks": blocks, "max_tiles": len(cut.tiles) if cut else 0,
+            "num_blocks": blocks, "max_tiles": cut.max_tiles if cut else 0,
             "block_m": cut.block_m if cut else 0,
         },
         constants={"CHOICES": _CHOICES, "SLOTS": slots, "BLOCKS": _BLOCKS, "TOP_K": slot_ids.shape[1]},

@@ -73,7 +73,7 @@ def route_permute_launch(
             "expert_ids": expert_ids, "weights": routing.topk_weights, "row_tokens": permuted.row_tokens,
             "rows": permuted.rows, "tokens_per_slot": counts, "tiles": cut.tiles, "num_tiles": cut.num_tiles,
             "num_tokens": num_tokens, "num_experts": num_experts, "num_slots": len(counts),
-            "max_tiles": len(cut.tiles), "block_m": cut.block_m, **routing_numbers(config),
+            "max_tiles": cut.max_tiles, "block_m": cut.block_m, **routing_numbers(config),
         },
         constants={**routing_constants(config), "TOKENS": tokens, "SLOTS": padded_slots(len(counts))},
         num_warps=min(max(warps, _LEAST_WARPS), _MOST_WARPS),

@@ -72,7 +72,7 @@ def launch_key(launch: Launch, target: GpuTarget) -> str:
 
 def source_hash(kernel: Any) -> str:
     """Return a hash of the files that hold `kernel` and the kernels it calls."""
-    files = sorted({str(file) for file in _sources(kernel, set())})
+    files = sorted(str(file) for file in source_files(kernel))
     digest = hashlib.sha256()
     for file in files:
         digest.update(_text(file))
@@ -84,8 +84,12 @@ def _text(file: str) -> bytes:
     return Path(file).read_bytes()
 
 
-def _sources(kernel: Any, seen: set[str]) -> set[Path]:
+def source_files(kernel: Any) -> set[Path]:
     """Return the files of `kernel` and of what its module took from others to call."""
+    return _sources(kernel, set())
+
+
+def _sources(kernel: Any, seen: set[str]) -> set[Path]:
     function = kernel.fn
     path = inspect.getsourcefile(function)
     assert path is not None, function

@@ -11,9 +11,9 @@ from _pytest.mark.structures import ParameterSet
 
 from moewe.moe.activation import SILU, Activation
 from moewe.moe.gated import ExpertWeights
-from moewe.moe.kernels.experts import triton_ffn
+from moewe.moe.kernels.experts import ffn_launches, triton_ffn
 from moewe.moe.reference import grouped_ffn_reference
-from moewe.native.gpu import TARGETS, GpuTarget
+from moewe.native.gpu import TARGETS, GpuKernels, GpuTarget
 from moewe.quant import FP8_BLOCK, INT4_GROUP, INT8_BLOCK, MXFP4_SCHEME, Matrix, QuantScheme, QuantTensor
 from tests.support.numerics import assert_near, assert_same
 from tests.support.poisoned import assert_untouched, fenced
@@ -42,6 +42,7 @@ FORMATS = {
     "mxfp4": (MXFP4_SCHEME, False),
 }
 A100, H200 = TARGETS[80], TARGETS[90]
+ON_H200 = GpuKernels(target=H200)
 
 
 def some_slow(names: Iterable[str], quick: Sequence[str]) -> list[ParameterSet]:
@@ -100,7 +101,9 @@ def check(rows: torch.Tensor, counts: list[int], weights: ExpertWeights, activat
     """Compare with the reference; return what the kernels gave of weights between poison."""
     there = torch.tensor(counts)
     weights = ExpertWeights(w13=between(weights.w13), w2=between(weights.w2), b13=weights.b13, b2=weights.b2)
-    actual = assert_untouched(lambda x, c: triton_ffn(x, c, weights, activation, target=target), rows, there)
+    actual = assert_untouched(
+        lambda x, c: triton_ffn(x, c, weights, activation, kernels=GpuKernels(target=target)), rows, there
+    )
     assert actual.dtype == rows.dtype
     assert_near(actual, grouped_ffn_reference(rows, there, weights, activation), format=format)
     return actual
@@ -153,25 +156,36 @@ def test_many_rows_are_walked_by_few_programs() -> None:
 def test_rows_are_gathered_from_where_they_lie() -> None:
     weights, x = experts(3, (64, 32)), rows_of(4, 64)
     row_tokens, counts = torch.tensor([3, 0, 0, 2, 1, 3], dtype=torch.int32), torch.tensor([2, 3, 1])
-    gathered = triton_ffn(x, counts, weights, target=H200, row_tokens=row_tokens)
-    assert_same(gathered, triton_ffn(x[row_tokens.long()], counts, weights, target=H200))
+    gathered = triton_ffn(x, counts, weights, kernels=ON_H200, row_tokens=row_tokens)
+    assert_same(gathered, triton_ffn(x[row_tokens.long()], counts, weights, kernels=ON_H200))
+
+
+def test_tiles_are_chosen_for_the_rows_that_are_expected() -> None:
+    """Of 512 rows that there can be 20 are expected, so tiles have 16 rows, not 128; more may come all the same."""
+    weights, rows = experts(2, (64, 32)), rows_of(512, 64)
+    counts = torch.tensor([30, 7])
+    launches, out = ffn_launches(rows, counts, weights, kernels=ON_H200, expected_rows=20)
+    assert {launch.constants.get("BLOCK_M", 16) for launch in launches} == {16}
+    for launch in launches:
+        launch.run()
+    assert_near(out[:37], grouped_ffn_reference(rows[:37], counts, weights), format="bfloat16")
 
 
 def test_rows_behind_the_last_slots_stand_for_nothing() -> None:
     weights, rows = experts(2, (64, 32)), rows_of(9, 64)
     rows[5:] = torch.nan
     counts = torch.tensor([2, 3])
-    padded = triton_ffn(rows, counts, weights, target=H200)
-    assert_same(padded[:5], triton_ffn(rows[:5].clone(), counts, weights, target=H200))
+    padded = triton_ffn(rows, counts, weights, kernels=ON_H200)
+    assert_same(padded[:5], triton_ffn(rows[:5].clone(), counts, weights, kernels=ON_H200))
     assert padded[5:].isnan().all()  # as allocated: never written
 
 
 @pytest.mark.parametrize("activation", [SILU, CLAMPED], ids=lambda a: a.kind)
 def test_a_row_that_is_no_number_spoils_no_other(activation: Activation) -> None:
     weights, rows, counts = experts(2, (64, 32)), rows_of(6, 64), torch.tensor([4, 2])
-    expected = triton_ffn(rows, counts, weights, activation, target=H200)
+    expected = triton_ffn(rows, counts, weights, activation, kernels=ON_H200)
     rows[1] = torch.nan
-    actual = triton_ffn(rows, counts, weights, activation, target=H200)
+    actual = triton_ffn(rows, counts, weights, activation, kernels=ON_H200)
     keep = [0, 2, 3, 4, 5]
     assert actual[1].isnan().all()
     assert_same(actual[keep], expected[keep])
@@ -181,9 +195,9 @@ def test_a_row_that_is_no_number_spoils_no_other(activation: Activation) -> None
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_an_expert_beyond_the_range_of_bf16_spoils_no_row_of_others() -> None:  # P-EP-07
     weights, rows, counts = stored_experts(2, (128, 64), "int4_32"), rows_of(5, 128), torch.tensor([2, 3])
-    quiet = triton_ffn(rows, counts, weights, target=H200)
+    quiet = triton_ffn(rows, counts, weights, kernels=ON_H200)
     weights.w2.scales[0] = torch.inf  # type: ignore[union-attr]
-    actual = triton_ffn(rows, counts, weights, target=H200)
+    actual = triton_ffn(rows, counts, weights, kernels=ON_H200)
     assert not actual[:2].isfinite().any()
     assert_same(actual[2:], quiet[2:])
 
@@ -196,7 +210,7 @@ def test_a_row_has_the_same_bits_in_any_batch() -> None:
 
     def run(keep: list[int]) -> torch.Tensor:
         counts = torch.bincount(slots[keep], minlength=3)
-        return triton_ffn(rows[keep], counts, weights, target=H200, batch_invariant=True)
+        return triton_ffn(rows[keep], counts, weights, kernels=GpuKernels(target=H200, batch_invariant=True))
 
     together = run(list(range(80)))
     for keep in ([0], [79], list(range(10, 50)), list(range(0, 80, 9))):

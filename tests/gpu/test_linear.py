@@ -28,11 +28,11 @@ def noise(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * shape[-1] ** -0.5).to(dtype)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_stored_weights_are_multiplied_as_they_are(name: str) -> None:
-    """Of a fused matrix, whose parts have scales of their own."""
+@pytest.mark.parametrize(("name", "rows"), [*((name, 5) for name in FORMATS), ("int8_channel", 150)])
+def test_stored_weights_are_multiplied_as_they_are(name: str, rows: int) -> None:
+    """By both schedules of tiles; of a fused matrix, whose parts have scales of their own."""
     weight = stored(FORMATS[name], 1, 48, 64, sections=3, seed=1).select(0)
-    x, bias = noise(5, 64), noise(48)
+    x, bias = noise(rows, 64), noise(48)
     assert_near(linear(x, weight, bias, PLAIN), plain.linear(x.float(), weight, bias.float()), format="bfloat16")
 
 

@@ -30,6 +30,7 @@ class Dispatched:
         tokens_per_slot: [P_local] i64 on the CPU, sums to M; with `is_padded` on the device of the rows, to M at most.
         handle: what `combine` needs to bring rows home; opaque.
         is_padded: rows after the last slot's stand for nothing, and nobody reads what comes of them.
+        expected_rows: with `is_padded`, how many stand for something where ranks are chosen alike; None: all.
     """
 
     source: torch.Tensor
@@ -37,6 +38,7 @@ class Dispatched:
     tokens_per_slot: torch.Tensor
     handle: Any
     is_padded: bool = False
+    expected_rows: int | None = None
 
     @cached_property
     def rows(self) -> torch.Tensor:

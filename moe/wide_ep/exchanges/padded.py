@@ -101,6 +101,7 @@ class PaddedExchange(ExchangeOverLinks):
             tokens_per_slot=counts,
             handle=_Handle(leaving=leaving, home=home),
             is_padded=True,
+            expected_rows=capacity * top_k,  # of all W * C * K choices a rank gets one W-th
         )
 
     def _combine(self, rows: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle) -> Stages[torch.Tensor]:
