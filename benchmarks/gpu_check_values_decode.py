@@ -127,10 +127,12 @@ def _near_ties(tokens: int, place: Place, target: GpuTarget) -> Made:
     routing, width = shapes.routing, shapes.width
     x = place.randn(tokens, width)
     pairs = torch.randn(routing.num_experts // 2, width, device=place.device).repeat_interleave(2, 0)
-    weight = ((pairs + 1e-3 * torch.randn_like(pairs)) * width**-0.5).contiguous()
+    weight = ((pairs + 1e-3 * torch.randn(pairs.shape, device=place.device)) * width**-0.5).contiguous()
     bias = torch.randn(routing.num_experts, device=place.device) * 0.1
     product, few = router_launch(x[:_FEW], weight, None)
-    many = x.float() @ weight.T
+    many = torch.empty(tokens, routing.num_experts, device=place.device)
+    if place.device.type != "meta":
+        torch.mm(x.float(), weight.T, out=many)
     routes = [route_launch(logits, routing, bias) for logits in (many, few)]
 
     def compare() -> Errors:
