@@ -128,7 +128,7 @@ def _near_ties(tokens: int, place: Place, target: GpuTarget) -> Made:
     x = place.randn(tokens, width)
     pairs = torch.randn(routing.num_experts // 2, width, device=place.device).repeat_interleave(2, 0)
     weight = ((pairs + 1e-3 * torch.randn(pairs.shape, device=place.device)) * width**-0.5).contiguous()
-    bias = torch.randn(routing.num_experts, device=place.device) * 0.1
+    bias = torch.randn(routing.num_experts // 2, device=place.device).repeat_interleave(2) * 0.1  # sets no pair apart
     product, few = router_launch(x[:_FEW], weight, None)
     many = torch.empty(tokens, routing.num_experts, device=place.device)
     if place.device.type != "meta":

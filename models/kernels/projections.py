@@ -12,7 +12,7 @@ import torch
 
 from ...moe.activation import SILU
 from ...moe.kernels.expert_tiles import ROWS_A_SLOT
-from ...moe.kernels.launches import PLAIN, stacked_matrices
+from ...moe.kernels.launches import PLAIN, SCALE_A_PART, stacked_matrices
 from ...moe.kernels.linear import gated_launches, head_launches, linear_launches
 from ...native.gpu import GpuKernels, GpuTarget, Launch
 from ...quant import Matrix, QuantTensor
@@ -79,7 +79,10 @@ def _linear(
     weight = _matrix(format_name, outputs, inputs, sections, dtype)
     bias = torch.empty(outputs, dtype=dtype, device="meta") if has_bias else None
     launches = linear_launches(torch.empty(rows, inputs, dtype=dtype, device="meta"), weight, bias, kernels)
-    return [] if launches is None else launches[0]  # torch multiplies parts of unlike sizes with a scale each
+    if launches is None:  # parts of unlike sizes with a scale each are left to torch
+        assert format_name == SCALE_A_PART and len(set(sections)) > 1, f"no kernel reads {format_name}"
+        return []
+    return launches[0]
 
 
 def _gated(width: int, ffn_width: int, format_name: str, rows: int, kernels: GpuKernels) -> list[Launch]:
@@ -89,7 +92,8 @@ def _gated(width: int, ffn_width: int, format_name: str, rows: int, kernels: Gpu
     )
     x = torch.empty(rows, width, dtype=torch.bfloat16, device="meta")
     launches = gated_launches(x, weights, SILU, kernels)
-    return [] if launches is None else launches[0]
+    assert launches is not None, f"no kernel reads {format_name}"
+    return launches[0]
 
 
 def _by_head(heads: int, latent: LatentConfig, kernels: GpuKernels) -> Iterator[Launch]:

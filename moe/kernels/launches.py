@@ -27,10 +27,11 @@ from .row_tiles import empty_tiles
 
 _ALL = 1 << 30  # rows or columns of a block that is the whole matrix
 PLAIN = "bf16"
+SCALE_A_PART = "fp8 tensor"  # of matrices that are stored side by side each has its own
 MANY_TOKENS = 8192  # so many that they are sorted in two launches
 # Formats of experts by name: the scheme, and whether codes have zero points.
 FORMATS: dict[str, tuple[QuantScheme, bool]] = {
-    "fp8 tensor": (QuantScheme(kind=FP8_BLOCK, block=(_ALL, _ALL)), False),
+    SCALE_A_PART: (QuantScheme(kind=FP8_BLOCK, block=(_ALL, _ALL)), False),
     "fp8 channel": (QuantScheme(kind=FP8_BLOCK, block=(1, _ALL)), False),
     "fp8 128x128": (QuantScheme(kind=FP8_BLOCK, block=(128, 128)), False),
     "int8 channel": (QuantScheme(kind=INT8_BLOCK, block=(1, _ALL)), False),

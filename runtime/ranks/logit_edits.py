@@ -83,9 +83,9 @@ def edited(logits: torch.Tensor, edits: LogitEdits, send: Send | None = None) ->
         index = send(np.unique(edits.banned[0]))
         before = scores[index]
         scores[at] = -torch.inf
-        left = torch.isfinite(scores[index].amax(-1))
-        if not bool(left.all()):
-            scores[index[~left]] = before[~left]
+        after = scores[index]
+        is_left = torch.isfinite(after.amax(-1, keepdim=True))
+        scores[index] = torch.where(is_left, after, before)  # without asking the device whether there is such a row
     return scores
 
 

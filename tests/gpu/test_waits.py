@@ -25,7 +25,11 @@ pytestmark = pytest.mark.slow  # torch's fakes take seconds to import
 
 @pytest.mark.parametrize(
     ("asked", "num_launches"),
-    [({"temperature": 0.0}, 0), ({"top_p": 0.9, "top_k": 5}, 1), ({"top_k": 5, "logit_bias": {3: 1.0}}, 2)],
+    [
+        ({"temperature": 0.0}, 0),
+        ({"top_p": 0.9, "top_k": 5}, 1),
+        ({"top_k": 5, "logit_bias": {3: 1.0}, "min_tokens": 6, "stop_token_ids": [5]}, 2),
+    ],
     ids=["greedy", "chance", "chance-behind-edits"],
 )
 def test_steps_that_are_replayed_wait_once(
