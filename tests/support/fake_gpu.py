@@ -36,6 +36,8 @@ _ROOM = 1 << 40  # addresses of a tensor's memory; more than any has
 STRIDED = {("decode_kernel", "v"), ("prefill_kernel", "v"), ("heads_kernel", "qkv"), ("streamed_kernel", "x"),
            ("persistent_kernel", "x")}  # fmt: skip
 _WAITING = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")
+# In inference mode torch leaves the first two whole, and its fakes would find the second answer to one in their cache.
+_ASKING = ("is_nonzero", "item", "_local_scalar_dense")
 # What not every version of torch does with floats of eight bits on a GPU; on a CPU it may.
 _NOT_OF_EIGHT_BITS = ("index", "index_select", "index_copy_", "index_put_", "index_fill_", "gather", "scatter",
                       "scatter_", "masked_fill", "masked_fill_", "where", "mul", "add", "roll", "flip")  # fmt: skip
@@ -89,7 +91,7 @@ class FakeGpu(FakeTensorMode):
         if moves:
             names = [argument.name for argument in func._schema.arguments]
             return self._moved(args[0], **dict(zip(names[1:], args[1:])) | kwargs)
-        if name == "_local_scalar_dense":
+        if name in _ASKING:
             self._wait("item")
             return args[0].numbers.item() if hasattr(args[0], "numbers") else args[0].dtype == torch.bool or 0
         if name == "copy_" and not isinstance(args[0], FakeTensor):
