@@ -55,12 +55,15 @@ def _permute(config: ModelConfig, tokens: int, place: Place, target: GpuTarget) 
     return permute_launches(ids, routing.num_experts)[0]
 
 
-def _combine(config: ModelConfig, tokens: int, place: Place, target: GpuTarget) -> list[Launch]:
+def _expert_rows(config: ModelConfig, tokens: int, place: Place) -> ExpertRows:
     top_k = shapes_of(config, []).routing.top_k
     row_of = torch.arange(tokens * top_k, device=place.device).flip(0).view(tokens, top_k).to(torch.int32)
-    rows = place.randn(tokens * top_k, config.hidden_size)
     weights = torch.rand(tokens, top_k, device=place.device)
-    return [combine_launch(ExpertRows(rows, weights, row_of.contiguous()))[0]]
+    return ExpertRows(place.randn(tokens * top_k, config.hidden_size), weights, row_of.contiguous())
+
+
+def _combine(config: ModelConfig, tokens: int, place: Place, target: GpuTarget) -> list[Launch]:
+    return [combine_launch(_expert_rows(config, tokens, place))[0]]
 
 
 def _router(config: ModelConfig, tokens: int, place: Place, target: GpuTarget) -> list[Launch]:
@@ -79,10 +82,7 @@ def _route_permute(config: ModelConfig, tokens: int, place: Place, target: GpuTa
 
 
 def _adding_norm(config: ModelConfig, tokens: int, place: Place, target: GpuTarget) -> list[Launch]:
-    top_k, width = shapes_of(config, []).routing.top_k, config.hidden_size
-    row_of = torch.arange(tokens * top_k, device=place.device).flip(0).view(tokens, top_k).to(torch.int32)
-    weights = torch.rand(tokens, top_k, device=place.device)
-    experts = ExpertRows(place.randn(tokens * top_k, width), weights, row_of.contiguous())
+    experts, width = _expert_rows(config, tokens, place), config.hidden_size
     x = place.randn(tokens, width)
     out = torch.empty_like(x)
     return [norm_launch(x, place.randn(width), eps=1e-6, added=experts, multiplier=1.0, out=out)]

@@ -20,7 +20,7 @@ from moewe.moe.activation import Activation
 from moewe.moe.gated import ExpertWeights
 from moewe.moe.kernels.combine import ExpertRows, combine_launch
 from moewe.moe.kernels.experts import ffn_launches
-from moewe.moe.kernels.permute import permute_launches
+from moewe.moe.kernels.permute import Permuted, permute_launches
 from moewe.moe.kernels.route import route_launch
 from moewe.moe.routing.reference import route_reference
 from moewe.native.gpu import GpuKernels, GpuTarget, Launch
@@ -178,6 +178,17 @@ def _route(model: str, tokens: int, place: Place, target: GpuTarget) -> Made:
     return Made(launches=[launch], compare=compare)
 
 
+def same_order(permuted: Permuted, slot_ids: torch.Tensor, num_slots: int) -> None:
+    """Raise AssertionError unless choices [T, K] are sorted by slot, those of one slot in order, and counted."""
+    flat = slot_ids.flatten().long()
+    kept = flat.where(flat >= 0, torch.full_like(flat, num_slots)).argsort(stable=True)[: int((flat >= 0).sum())]
+    rows = torch.full_like(flat, -1)
+    rows[kept] = torch.arange(len(kept), device=flat.device)
+    same(permuted.rows.flatten(), rows, "rows")
+    same(permuted.row_tokens[: len(kept)], kept // slot_ids.shape[1], "tokens")
+    same(permuted.tokens_per_slot, (flat[:, None] == torch.arange(num_slots, device=flat.device)).sum(0), "counts")
+
+
 def _permute(tokens: int, place: Place, target: GpuTarget) -> Made:
     num_slots, top_k = (16, 4) if place.small else (128, 8)
     ids = random_choices(tokens, num_slots, top_k, place)
@@ -185,30 +196,36 @@ def _permute(tokens: int, place: Place, target: GpuTarget) -> Made:
     launches, permuted = permute_launches(ids, num_slots)
 
     def compare() -> Errors:
-        flat = ids.flatten().long()
-        kept = flat.where(flat >= 0, torch.full_like(flat, num_slots)).argsort(stable=True)[: int((flat >= 0).sum())]
-        rows = torch.full_like(flat, -1)
-        rows[kept] = torch.arange(len(kept), device=flat.device)
-        same(permuted.rows.flatten(), rows, "rows")
-        same(permuted.row_tokens[: len(kept)], kept // top_k, "tokens")
-        same(permuted.tokens_per_slot, (flat[:, None] == torch.arange(num_slots, device=flat.device)).sum(0), "counts")
+        same_order(permuted, ids, num_slots)
         return {}
 
     return Made(launches=launches, compare=compare)
 
 
-def _combine(tokens: int, place: Place, target: GpuTarget) -> Made:
-    width, top_k = (72, 4) if place.small else (2880, 8)
+def random_expert_rows(tokens: int, top_k: int, width: int, place: Place) -> ExpertRows:
+    """Return outputs of experts in any order, some choices dropped, with shared experts."""
     rows, shared = place.randn(tokens * top_k, width), place.randn(tokens, width)
     weights = torch.rand(tokens, top_k, device=place.device)
     row_of = torch.randperm(tokens * top_k, device=place.device).view(tokens, top_k).to(torch.int32)
     row_of[::5, 1] = -1
-    launch, out = combine_launch(ExpertRows(rows, weights, row_of, shared))
+    return ExpertRows(rows, weights, row_of, shared)
+
+
+def summed64(experts: ExpertRows) -> torch.Tensor:
+    """Return their sum, [T, D] f64, nothing rounded."""
+    rows, weights, row_of, shared = experts
+    assert shared is not None
+    factors = weights.double().where(row_of >= 0, torch.zeros((), dtype=torch.float64, device=rows.device))
+    return (rows.double()[row_of.long().clamp(min=0)] * factors[..., None]).sum(1) + shared.double()
+
+
+def _combine(tokens: int, place: Place, target: GpuTarget) -> Made:
+    width, top_k = (72, 4) if place.small else (2880, 8)
+    experts = random_expert_rows(tokens, top_k, width, place)
+    launch, out = combine_launch(experts)
 
     def compare() -> Errors:
-        factors = weights.double().where(row_of >= 0, torch.zeros((), dtype=torch.float64, device=rows.device))
-        summed = (rows.double()[row_of.long().clamp(min=0)] * factors[..., None]).sum(1)
-        return near(out, summed + shared.double(), "bfloat16")
+        return near(out, summed64(experts), "bfloat16")
 
     return Made(launches=[launch], compare=compare)
 

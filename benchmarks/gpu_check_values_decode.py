@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_check_inputs import Place, shapes_of
-from benchmarks.gpu_check_values import Case, Errors, Made, near, same
+from benchmarks.gpu_check_values import Case, Errors, Made, near, random_expert_rows, same, same_order, summed64
 from moewe.models.kernels.norm import norm_launch
-from moewe.moe.kernels.combine import ExpertRows
 from moewe.moe.kernels.route import route_launch
 from moewe.moe.kernels.route_permute import route_permute_launch
 from moewe.moe.kernels.router import router_launch
@@ -22,6 +21,7 @@ from moewe.moe.kernels.row_tiles import empty_tiles
 from moewe.moe.routing.reference import route_reference
 from moewe.native.gpu import GpuTarget
 from tests.support.numerics import ROUTING_WEIGHTS
+from tests.support.routed import tiles_reference
 
 _BLOCK_M = 16
 _FEW = 4  # rows, of which none may choose otherwise
@@ -70,14 +70,9 @@ def _route_permute(model: str, tokens: int, place: Place, target: GpuTarget) -> 
             raise AssertionError(f"{int((~agreed).sum())} of {tokens} tokens chose other experts")
         slots = slot_of.cpu()[ids.long()]
         slots[num_filled:] = -1
-        flat = slots.flatten().long()
-        kept = flat.where(flat >= 0, torch.full_like(flat, num_slots)).argsort(stable=True)[: int((flat >= 0).sum())]
-        rows = torch.full_like(flat, -1)
-        rows[kept] = torch.arange(len(kept))
-        same(permuted.rows.flatten().cpu(), rows, "rows")
-        same(permuted.row_tokens[: len(kept)].cpu(), kept // routing.top_k, "tokens")
-        same(counts.cpu(), torch.bincount(flat[flat >= 0], minlength=num_slots), "counts")
-        same(cut.tiles[: int(cut.num_tiles)].cpu(), tiles_of(counts.tolist()), "tiles")
+        same_order(permuted, slots.to(device), num_slots)
+        wanted = torch.tensor(tiles_reference(counts.tolist(), _BLOCK_M)).view(-1, 3)
+        same(cut.tiles[: int(cut.num_tiles)].cpu(), wanted, "tiles")
         same(cut.tiles[int(cut.num_tiles) :, 0].cpu(), torch.tensor(-1), "tiles behind the last")
         error = float((weights - want.topk_weights)[agreed].abs().max()) if bool(agreed.any()) else 0.0
         if error > ROUTING_WEIGHTS * routing.scaling_factor:
@@ -87,31 +82,17 @@ def _route_permute(model: str, tokens: int, place: Place, target: GpuTarget) -> 
     return Made(launches=[launch], compare=compare)
 
 
-def tiles_of(counts: list[int]) -> torch.Tensor:
-    """Return slot, first row and end of the slot's rows of every tile."""
-    tiles, first = [], 0
-    for slot, count in enumerate(counts):
-        tiles += [[slot, start, first + count] for start in range(first, first + count, _BLOCK_M)]
-        first += count
-    return torch.tensor(tiles).view(-1, 3)
-
-
 def _norm(model: str, tokens: int, place: Place, target: GpuTarget) -> Made:
     """The norm that adds outputs of experts up on the way."""
     shapes = shapes_of(place.config(model), [])
     width, top_k = shapes.width, shapes.routing.top_k
-    x, shared, weight = place.randn(tokens, width, scale=3), place.randn(tokens, width), place.randn(width)
-    rows, weights = place.randn(tokens * top_k, width), torch.rand(tokens, top_k, device=place.device)
-    row_of = torch.randperm(tokens * top_k, device=place.device).view(tokens, top_k).to(torch.int32)
-    row_of[::5, 1] = -1
+    x, weight = place.randn(tokens, width, scale=3), place.randn(width)
+    experts = random_expert_rows(tokens, top_k, width, place)
     stream, out = x.clone(), torch.empty_like(x)
-    experts = ExpertRows(rows, weights, row_of, shared)
     launch = norm_launch(stream, weight, eps=1e-6, added=experts, multiplier=1.0, out=out)
 
     def compare() -> Errors:
-        factors = weights.double().where(row_of >= 0, torch.zeros((), dtype=torch.float64, device=rows.device))
-        summed = (rows.double()[row_of.long().clamp(min=0)] * factors[..., None]).sum(1)
-        total = x.double() + summed + shared.double()
+        total = x.double() + summed64(experts)
         near(stream, total, "bfloat16", "bfloat16")
         return near(out, F.rms_norm(total, (width,), weight.double(), 1e-6), "bfloat16", "bfloat16")
 

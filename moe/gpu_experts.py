@@ -13,7 +13,8 @@ from ..native.gpu import GpuKernels
 from .activation import Activation
 from .gated import ExpertWeights
 from .kernels.combine import triton_combine
-from .kernels.experts import rows_of_tile, triton_ffn
+from .kernels.expert_tiles import rows_of_tile
+from .kernels.experts import triton_ffn
 from .kernels.permute import Permuted, triton_permute
 from .kernels.route import triton_route
 from .kernels.route_permute import RoutedRows, fits_one_program, route_permute_launch
@@ -54,7 +55,7 @@ class GpuExperts:
             num_filled: [1] i64; rows from there on stand for nothing. None: all do.
         """
         num_tokens, num_rows = len(logits), len(logits) * routing.top_k
-        block_m = rows_of_tile(self._experts, num_rows, self._kernels)
+        block_m = rows_of_tile(num_rows, len(counts), batch_invariant=self._kernels.batch_invariant)
         cut = empty_tiles(num_rows, len(counts), block_m, logits.device)
         # One program adds up a softmax in another order than the program of one token.
         if fits_one_program(num_tokens, routing) and not self._kernels.batch_invariant:

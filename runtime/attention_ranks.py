@@ -15,7 +15,8 @@ from ..moe.wide_ep.exchanges import GroupShape, ThreadHub
 from ..quant import parse_format
 from ..telemetry import RankProgress
 from ..topologies import Topology, parse_topology
-from .processes.launch import WorkerStart, attention_path, store_path
+from .process_groups import join_groups
+from .processes.launch import WorkerStart, attention_path
 
 
 class GroupHub(ThreadHub):
@@ -63,17 +64,9 @@ def join_attention(
     if start.config.parallel.device == "cpu" and can_share():
         return _join_memory(start, share, progress, timeout_s)
     from ..attention.tensor_parallel_distributed import DistributedTensorParallelGroup
-    from ..topologies.groups import init_group, make_subgroups
 
-    init_group(
-        rank=start.rank,
-        world_size=start.num_ranks,
-        store_path=store_path(Path(start.run_directory)),
-        device=start.config.parallel.device,
-        timeout_s=timeout_s,
-    )
     replicas = [tuple(range(first, first + atp)) for first in range(0, start.num_ranks, atp)]
-    groups = make_subgroups(replicas, rank=start.rank, timeout_s=timeout_s)
+    groups = join_groups(start, replicas, timeout_s)
     return DistributedTensorParallelGroup(groups[replicas[start.rank // atp]], share, progress)
 
 
@@ -82,7 +75,7 @@ def _join_memory(start: WorkerStart, share: HeadShare, progress: RankProgress, t
 
     config = start.config
     model = load_config(Path(config.model.path))
-    dtype = parse_format(model.dtype if config.model.dtype == "auto" else config.model.dtype)
+    dtype = parse_format(config.model.dtype_for(model.dtype))
     num_bytes = area_bytes(
         num_rows=config.schedule.max_num_batched_tokens,
         width=model.hidden_size,

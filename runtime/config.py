@@ -48,6 +48,10 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None = None
     generation_config: str = "auto"
 
+    def dtype_for(self, checkpoint: str) -> str:
+        """Return the number format of weights and activations, where the checkpoint's is `checkpoint`."""
+        return checkpoint if self.dtype == "auto" else self.dtype
+
 
 class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How ranks are laid out and what they run on.

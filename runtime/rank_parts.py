@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from ..telemetry import RankProgress
 from .config import EngineConfig
-from .processes.launch import WorkerStart, exchange_path, store_path
+from .process_groups import join_groups
+from .processes.launch import WorkerStart, exchange_path
 
 if TYPE_CHECKING:
     from ..moe.wide_ep.exchanges import Exchange, GroupShape
@@ -108,18 +109,9 @@ def _process_links(start: WorkerStart, shape: GroupShape) -> LinkOf:
     """Join the ranks of the group, which are processes, and return the links between any that exchanges need."""
     from ..moe.wide_ep.exchanges import link_members
     from ..moe.wide_ep.exchanges.process_links import process_links
-    from ..topologies.groups import init_group, make_subgroups
 
-    init_group(
-        rank=start.rank,
-        world_size=start.num_ranks,
-        store_path=store_path(Path(start.run_directory)),
-        device=start.config.parallel.device,
-        timeout_s=START_TIMEOUT_S,
-    )
     members = [ranks for name in start.exchanges for ranks in link_members(name, shape)]
-    groups = make_subgroups(members, rank=start.rank, timeout_s=START_TIMEOUT_S)
-    return process_links(groups, start.exchanges, start.config.parallel.device)
+    return process_links(join_groups(start, members, START_TIMEOUT_S), start.exchanges, start.config.parallel.device)
 
 
 def _join_memory(start: WorkerStart, placement: ExpertPlacement, progress: RankProgress) -> Exchange:
@@ -134,7 +126,7 @@ def _join_memory(start: WorkerStart, placement: ExpertPlacement, progress: RankP
         capacity=config.schedule.max_num_batched_tokens,
         top_k=model.moe.routing.top_k if model.moe is not None else 1,
         width=model.hidden_size,
-        dtype=parse_format(model.dtype if config.model.dtype == "auto" else config.model.dtype).torch_dtype,
+        dtype=parse_format(config.model.dtype_for(model.dtype)).torch_dtype,
     )
     fd = meet_at(exchange_path(Path(start.run_directory)), shape, start.rank, START_TIMEOUT_S)
     return ShmExchange(fd, shape, start.rank, has_cores=start.has_cores, progress=progress)

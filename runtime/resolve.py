@@ -133,7 +133,7 @@ def resolve(config: EngineConfig, *, others: OtherMemory = NOBODY) -> Resolved:
     gpus = gpu_memory_bytes() if config.parallel.device == "cuda" else None
     if topology is not None:
         _check_runnable(config, topology, model, gpus)
-    dtype = parse_format(model.dtype if config.model.dtype == "auto" else config.model.dtype)
+    dtype = parse_format(config.model.dtype_for(model.dtype))
     if config.model.dtype == "auto":
         log.info("dtype: %s, the checkpoint's", dtype.name)
     if dtype.name == "float16" and model.dtype == "bfloat16":

@@ -106,9 +106,7 @@ class Worker:
         self.model_config = load_config(Path(config.model.path))
         self._ranks, self._share = metered(ranks, config, rank), ALL_HEADS if ranks is None else ranks.share
         self._own_config = local_config(self.model_config, self._share)
-        self.number_format = parse_format(
-            self.model_config.dtype if config.model.dtype == "auto" else config.model.dtype
-        )
+        self.number_format = parse_format(config.model.dtype_for(self.model_config.dtype))
         self.kv_format = parse_kv_format(config.cache.kv_cache_dtype, self.number_format)
         self.device = device_of(config)
         self._kernels = kernels_of(config, self._own_config, self.device)

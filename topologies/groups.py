@@ -13,13 +13,15 @@ import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from .meeting import blaming_peers
 from .spec import TopologyError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+Groups: TypeAlias = "dict[tuple[int, ...], ProcessGroup]"  # by their ranks, ascending
 
 log = logging.getLogger(__name__)
 _joined: list[ProcessGroup] = []  # by this process, as torch has one default group a process
@@ -86,7 +88,7 @@ def make_subgroups(
     import torch.distributed as dist
 
     everybody = tuple(range(dist.get_world_size()))
-    groups: dict[tuple[int, ...], ProcessGroup] = {}
+    groups: Groups = {}
     for ranks in dict.fromkeys(map(tuple, members)):
         if len(ranks) == 1:
             continue

@@ -75,15 +75,14 @@ def pick_config(size: ProductSize, target: GpuTarget, *, batch_invariant: bool =
         give 8 * 24 programs; with 65,536 rows 512 meet each matrix, and tiles of 128 rows are walked.
     """
     active = min(size.rows, size.slots)
-    mean_rows = -(-size.rows // size.slots)
-    block_m = min(max(1 << (mean_rows - 1).bit_length(), _SMALLEST_ROWS), _LARGEST_ROWS)
+    block_m = rows_of_tile(size.rows, size.slots, batch_invariant=batch_invariant)
     persistent = block_m == _LARGEST_ROWS
     sections = 2 if size.gated else 1
     is_coded = size.bits < 16
     # Decoded weights of 128 outputs beside their sums fit Hopper's registers only: sums of others take more of them.
     has_short_registers = is_coded and target.capability != 90
     if batch_invariant:
-        block_m, block_n, persistent = _INVARIANT_ROWS, _INVARIANT_OUTPUTS, False
+        block_n = _INVARIANT_OUTPUTS
     elif persistent:
         block_n = 64 if has_short_registers else 128 // sections
     else:
@@ -106,6 +105,14 @@ def pick_config(size: ProductSize, target: GpuTarget, *, batch_invariant: bool =
         num_warps=8 if persistent else 4,
         num_stages=_stages(size, target, (block_m, block_n * sections, block_k), persistent=persistent),
     )
+
+
+def rows_of_tile(rows: int, slots: int, *, batch_invariant: bool = False) -> int:
+    """Return into tiles of how many rows `rows` on `slots` are cut, for any product of them."""
+    if batch_invariant:
+        return _INVARIANT_ROWS
+    mean_rows = -(-rows // slots)
+    return min(max(1 << (mean_rows - 1).bit_length(), _SMALLEST_ROWS), _LARGEST_ROWS)
 
 
 def every_size(size: ProductSize, target: GpuTarget) -> Iterator[ProductSize]:

@@ -68,14 +68,6 @@ def can_multiply(weights: ExpertWeights, target: GpuTarget) -> bool:
     return all(kernel_weights(matrix, target, gated=gated) is not None for matrix, gated in parts)
 
 
-def rows_of_tile(weights: ExpertWeights, num_rows: int, kernels: GpuKernels) -> int:
-    """Return into tiles of how many rows products cut `num_rows` rows."""
-    num_slots, width, ffn_width = weights.w2.shape
-    w2 = kernel_weights(weights.w2, kernels.target, gated=False)
-    assert w2 is not None
-    return _config(w2, num_rows, (num_slots, width, ffn_width), kernels, gated=False).block_m
-
-
 def ffn_launches(
     x: torch.Tensor,
     tokens_per_slot: torch.Tensor | None,

@@ -9,15 +9,7 @@ from moewe.moe.kernels.permute import triton_permute
 from moewe.moe.kernels.row_tiles import empty_tiles, tiles_launch
 from tests.support.cases import random_ids
 from tests.support.numerics import assert_same
-
-
-def tiles_reference(counts: list[int], block_m: int) -> list[list[int]]:
-    tiles, first = [], 0
-    for slot, count in enumerate(counts):
-        end = first + count
-        tiles += [[slot, start, end] for start in range(first, end, block_m)]
-        first = end
-    return tiles
+from tests.support.routed import tiles_reference
 
 
 def check(cut: tuple[torch.Tensor, torch.Tensor, int], counts: list[int], block_m: int) -> None:

@@ -20,3 +20,13 @@ def routed(ids: torch.Tensor, num_slots: int) -> Routed:
         expert_ids=ids, weights=weights, slot_ids=ids, row_tokens=pairs.tokens.to(torch.int32),
         offsets=torch.tensor(pairs.offsets, dtype=torch.int32), rows=rows, tokens_per_slot=pairs.counts,
     )  # fmt: skip
+
+
+def tiles_reference(counts: list[int], block_m: int) -> list[list[int]]:
+    """Return slot, first row and end of the slot's rows of every tile of `block_m` sorted rows."""
+    tiles, first = [], 0
+    for slot, count in enumerate(counts):
+        end = first + count
+        tiles += [[slot, start, end] for start in range(first, end, block_m)]
+        first = end
+    return tiles

@@ -101,6 +101,7 @@ def open_room(
     reason = ""
     try:
         allocate(_ALIGNMENT)
+    # What torch and NCCL without it answer: ranks agree below to copy rows, and a line says so. All else is a fault.
     except (AttributeError, RuntimeError, TypeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     if agree(not reason):
